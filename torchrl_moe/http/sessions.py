@@ -18,14 +18,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from tensordict import NonTensorData, TensorClass, TensorDict
+from tensordict import NonTensorData, TensorClass, TensorDict, is_leaf_nontensor
 from torch import Tensor
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
@@ -34,7 +34,7 @@ from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLay
 from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import num_segments, worst_resume
 from torchrl_moe.errors import SessionClosedError, SessionLimitError
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, leaves_ids_out
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, leaves_ids_out
 from torchrl_moe.modules.policies.rollout import SAMPLING, refuse_changed_values, sampling_entry
 
 if TYPE_CHECKING:
@@ -57,17 +57,15 @@ LONGEST_ID = 256
 class _Answer:
     """What a node has beside its ids if they were sampled: of each token, and of the answer as a whole."""
 
-    number: int  # of the answers of the session, in the order in which they came
     log_probs: NDArray[np.float32]
     versions: Ids
-    kept: tuple[Ids, Ids] | None  # ids and sizes, see KeptTokens
+    kept: KeptIds | None
     temperature: float
     is_trained: bool  # False if logits were changed in a way that no trainer replays
     leaves_ids_out: bool
     finish_reason: str
     resume: str
     num_cached_tokens: int
-    reasoning: bytes = b""  # its digest, if a message of this answer was returned
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -110,7 +108,8 @@ class _Node:
         """Bytes of its arrays."""
         arrays: list[NDArray[Any] | None] = [self.ids, self.routes]
         if self.answer is not None:
-            arrays += [self.answer.log_probs, self.answer.versions, *(self.answer.kept or ())]
+            arrays += [self.answer.log_probs, self.answer.versions]
+            arrays += [] if self.answer.kept is None else [self.answer.kept.ids, self.answer.kept.sizes]
         return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -170,64 +169,31 @@ def _reasoning(message: Message) -> bytes:
 
 # -- trajectories -----------------------------------------------------------------------------------------------------
 
-
-@dataclass(slots=True, kw_only=True)
-class _Trajectory:
-    """One trajectory as tensors and plain values: what is written into a file, and what a TensorDict is made of."""
-
-    full: Tensor
-    mask: Tensor
-    log_probs: Tensor
-    versions: Tensor
-    sampling: TensorDict
-    prompt: int
-    finish_reason: str
-    resume: str
-    num_cached_tokens: int
-    answer: int
-    routes: Tensor | None = None
-
-    def tensordict(self) -> TensorDict:
-        full, mask, prompt = self.full, self.mask, self.prompt
-        counted = self.versions[mask]
-        source: dict[str, object] = {
-            "tokens": _unpadded(Tokens, prompt=full[:prompt].clone(), response=full[prompt:].clone(), full=full),
-            "masks": _unpadded(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
-            "log_probs": _unpadded(LogProbs, response=self.log_probs[prompt:].clone(), full=self.log_probs),
-            "policy_versions": TensorDict({"full": self.versions}),
-            "policy_version": counted.min().long() if len(counted) else torch.tensor(NO_VERSION),
-            "num_segments": torch.tensor(num_segments(counted)),
-            "num_cached_tokens": torch.tensor(self.num_cached_tokens),
-            "resume": NonTensorData(self.resume),
-            "finish_reason": NonTensorData(self.finish_reason),
-            SAMPLING: self.sampling,
-        }
-        if self.routes is not None:
-            source["routed_experts"] = RoutedExperts(full=self.routes)
-        return TensorDict(source)
+CLASSES: Mapping[tuple[str, ...], type[TensorClass]] = {
+    ("tokens",): Tokens,
+    ("masks",): Masks,
+    ("log_probs",): LogProbs,
+    ("routed_experts",): RoutedExperts,
+    (SAMPLING, "kept"): KeptTokens,
+}
+ROUTES_OF = "routes_of"
+"""In a file without routes: the number of the answer that a trajectory ends in."""
 
 
 def _unpadded(kind: type[TensorClass], **tensors: Tensor) -> TensorClass:
     return kind.from_tensordict(TensorDict({**tensors, "padded": NonTensorData(False)}))
 
 
-TENSORS = ("full", "mask", "log_probs", "versions", "routes")
-KEPT = ("ids", "sizes")
-
-
-def _to_safetensors(trajectories: Sequence[_Trajectory], session_id: str) -> bytes:
-    tensors: dict[str, Tensor] = {}
-    plain = []
-    for i, one in enumerate(trajectories):
-        named = {name: getattr(one, name) for name in TENSORS}
-        named |= {"temperature": one.sampling["temperature"]}
-        if (kept := one.sampling.get("kept", None)) is not None:
-            named |= {f"kept.{name}": kept.get(name) for name in KEPT}
-        # parts of one array would be refused, as shared memory
-        tensors |= {f"{i}.{name}": value.clone() for name, value in named.items() if value is not None}
-        values = {entry.name: getattr(one, entry.name) for entry in fields(one)}
-        plain.append({name: value for name, value in values.items() if isinstance(value, int | str)})
-    return safetensors.torch.save(tensors, {"session_id": session_id, "trajectories": json.dumps(plain)})
+def _to_safetensors(trajectories: Sequence[TensorDict]) -> bytes:
+    tensors, plain = {}, {}
+    for i, td in enumerate(trajectories):
+        for key, value in td.items(True, True, is_leaf=is_leaf_nontensor):
+            name = ".".join([str(i), *((key,) if isinstance(key, str) else key)])
+            if isinstance(value, Tensor):
+                tensors[name] = value.clone()  # parts of one array would be refused, as shared memory
+            elif isinstance(value, NonTensorData) and isinstance(value.data, str):
+                plain[name] = value.data
+    return safetensors.torch.save(tensors, {"count": str(len(trajectories)), "plain": json.dumps(plain)})
 
 
 def load_trajectories(data: bytes, routes: Callable[[int], bytes] | None = None) -> list[TensorDict]:
@@ -242,26 +208,23 @@ def load_trajectories(data: bytes, routes: Callable[[int], bytes] | None = None)
         ValueError: this is no such file.
     """
     try:
+        tensors: dict[str, Any] = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
-        plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["trajectories"])
-        tensors = safetensors.torch.load(data)
-    except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        count, plain = int(metadata["count"]), json.loads(metadata["plain"])
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"these {len(data)} bytes are not the trajectories of a session: {error}") from error
-    owned: list[dict[str, Tensor]] = [{} for _ in plain]
-    for name, value in tensors.items():
-        i, _, leaf = name.partition(".")
-        owned[int(i)][leaf] = value
-    found = []
-    for own, values in zip(owned, plain, strict=True):
-        sampling = TensorDict({"temperature": own["temperature"]})
-        if "kept.sizes" in own:
-            sampling["kept"] = KeptTokens(**{name: own[f"kept.{name}"] for name in KEPT})
-        rows = own.get("routes")
-        if rows is None and routes is not None:
-            rows = safetensors.torch.load(routes(values["answer"]))["routes"]
-        tensors_of = {name: own[name] for name in TENSORS[:-1]}
-        td = _Trajectory(**tensors_of, routes=rows, sampling=sampling, **values).tensordict()
-        found.append(td if rows is not None else td.set("routes_of", torch.tensor(values["answer"])))
+    found = [TensorDict() for _ in range(count)]
+    for name, value in (tensors | plain).items():
+        i, *key = name.split(".")
+        found[int(i)][tuple(key)] = NonTensorData(value) if isinstance(value, str) else value
+    for td in found:
+        if routes is not None and ROUTES_OF in td.keys():  # noqa: SIM118  a TensorDict iterates over its batch
+            td["routed_experts", "full"] = safetensors.torch.load(routes(int(td.pop(ROUTES_OF))))["routes"]
+        for key, kind in CLASSES.items():
+            if (entry := td.get(key, None)) is not None:
+                is_padded = {"padded": NonTensorData(False)} if "padded" in kind.__annotations__ else {}
+                td[key] = kind.from_tensordict(entry.update(is_padded))
     return found
 
 
@@ -294,7 +257,8 @@ class Session:
         self._lock = threading.RLock()
         self._root = _Node(parent=None, ids=np.zeros(0, np.int32), routes=self._unset(0))
         self._answers: list[_Node] = []
-        self._returned: dict[bytes, _Node] = {}  # digest of a conversation that ends in an answer -> that answer
+        # digest of a conversation that ends in an answer -> that answer, and the digest of its reasoning
+        self._returned: dict[bytes, tuple[_Node, bytes]] = {}
         self._under_way: dict[object, Callable[[], object]] = {}
         self._is_closed = False
         self.num_tokens = 0
@@ -385,11 +349,6 @@ class Session:
             with self._lock:
                 self._under_way.pop(request, None)
 
-    @property
-    def num_under_way(self) -> int:
-        """Requests that are held by :meth:`under_way`."""
-        return len(self._under_way)
-
     # -- after a call -----------------------------------------------------------------------------------------------
 
     def record(
@@ -433,12 +392,12 @@ class Session:
             asked = self._given(prompt)
             conversation = None if messages is None else self._conversation(messages)[-1][0]
             for output in outputs:
-                node = self._add(asked, completion, output, rows[output.index], params)
-                if conversation is not None and returned and self._is_message(node):
+                node = self._add(asked, completion, output, params)
+                self._learn(node, rows[output.index])
+                # an answer with ends of turns inside, as there may be if they are ignored, is not one message
+                if conversation is not None and returned and not self._count_ends(node.ids[:-1]):
                     message = returned[completion.outputs.index(output)]
-                    assert node.answer is not None
-                    node.answer.reasoning = _reasoning(message)
-                    self._returned[_digest(conversation, _said(message))] = node
+                    self._returned[_digest(conversation, _said(message))] = node, _reasoning(message)
 
     def trajectories(self, shared: Literal["first", "all"] = "first") -> list[TensorDict]:
         """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
@@ -455,7 +414,7 @@ class Session:
         Raises:
             ValueError: ``shared`` is neither.
         """
-        return [one.tensordict() for one in self._trajectories(shared)]
+        return [td for td, _ in self._trajectories(shared)]
 
     def to_safetensors(self, shared: Literal["first", "all"] = "first", routes: bool = True) -> bytes:
         """Return the trajectories as a file, which :func:`load_trajectories` reads.
@@ -465,7 +424,10 @@ class Session:
             routes: False leaves the routes here, to be asked for by :meth:`routes_to_safetensors`.
         """
         found = self._trajectories(shared)
-        return _to_safetensors(found if routes else [replace(one, routes=None) for one in found], self.id)
+        if not routes and self._layout is not None:
+            for td, answer in found:
+                td.exclude("routed_experts", inplace=True).set(ROUTES_OF, torch.tensor(answer))
+        return _to_safetensors([td for td, _ in found])
 
     def routes_to_safetensors(self, answer: int) -> bytes:
         """Return the routes ``[T, L, K]`` of the trajectory that ends in an answer, given by its number, as a file.
@@ -498,7 +460,9 @@ class Session:
             cancel()
 
     def __repr__(self) -> str:
-        return f"Session({self.id!r}, calls={self.num_calls}, tokens={self.num_tokens}, under_way={self.num_under_way})"
+        return (
+            f"Session({self.id!r}, calls={self.num_calls}, tokens={self.num_tokens}, under_way={len(self._under_way)})"
+        )
 
     # -- where a prompt belongs -------------------------------------------------------------------------------------
 
@@ -543,9 +507,9 @@ class Session:
                     f"messages are mappings, such as {{'role': ..., 'content': ...}}, got {shown(message)}"
                 )
             digest = _digest(found[-1][0], _said(message))
-            node, reasoning = self._returned.get(digest), _reasoning(message)
+            node, own = self._returned.get(digest, (None, b""))
             # other reasoning than the answer's is another message, and so is any that was not returned here
-            if reasoning and (node is None or node.answer is None or node.answer.reasoning != reasoning):
+            if (reasoning := _reasoning(message)) not in (b"", own):
                 digest, node = _digest(digest, reasoning), None
             found.append((digest, node))
         return found
@@ -579,19 +543,23 @@ class Session:
         return rendered[at:]
 
     def _place(self, prompt: Ids) -> tuple[int, _Node, _Node | None]:
-        """Return how many tokens of a prompt are in the tree, the last whole node of these, and one that is begun."""
+        """Return how many tokens of a prompt are in the tree, the last whole node of these, and one that is begun.
+
+        Of several places, that with most answers before it counts, then that of most tokens, then the newest.
+        """
         best: tuple[int, _Node, _Node | None] = (0, self._root, None)
         reached = [self._root]
         while reached:
             node = reached.pop()
-            if node.stop > best[0] or (node.stop == best[0] and node.answers > best[1].answers):
-                best = node.stop, node, None
-            for child in node.children:
+            begun, stop = None, node.stop
+            for child in node.children:  # the newest is popped first
                 count = _shared(child.ids, prompt[node.stop :])
                 if count == len(child.ids):
                     reached.append(child)
-                elif child.answer is None and node.stop + count > best[0]:
-                    best = node.stop + count, node, child
+                elif count and child.answer is None:  # one at most: prompts' nodes that begin alike are one
+                    begun, stop = child, node.stop + count
+            if (node.answers, stop) > (best[1].answers, best[0]):
+                best = stop, node, begun
         return best
 
     # -- growth -----------------------------------------------------------------------------------------------------
@@ -631,29 +599,16 @@ class Session:
         self.num_tokens += len(ids)
         return node
 
-    def _add(
-        self,
-        asked: _Node,
-        completion: Completion,
-        output: CompletionOutput,
-        rows: NDArray[np.integer[Any]] | None,
-        params: Mapping[str, Any],
-    ) -> _Node:
+    def _add(self, asked: _Node, completion: Completion, output: CompletionOutput, params: Mapping[str, Any]) -> _Node:
         assert output.logprobs is not None
-        kept = None if output.kept is None else (output.kept.ids.copy(), output.kept.sizes.copy())
-        try:
-            refuse_changed_values(params)
-            is_trained = True
-        except ValueError:
-            is_trained = False
+        kept = None if output.kept is None else KeptIds(output.kept.ids.copy(), output.kept.sizes.copy())
         answer = _Answer(
-            number=len(self._answers),
             log_probs=output.logprobs.astype(np.float32),
             versions=output.policy_versions.astype(np.int32),
             kept=kept,
             temperature=float(sampling_entry(params, None, 0, 0, None, None)["temperature"]),
-            is_trained=is_trained,
-            leaves_ids_out=bool(leaves_ids_out(params.get)),
+            is_trained=_is_replayed(params),
+            leaves_ids_out=kept is not None or bool(leaves_ids_out(params.get)),
             finish_reason=output.finish_reason,
             resume=output.resume,
             num_cached_tokens=completion.num_cached_tokens,
@@ -661,36 +616,34 @@ class Session:
         # two answers that begin alike were sampled twice: they share no node
         node = self._child(asked, output.token_ids.astype(np.int32), answer)
         self._answers.append(node)
-        if rows is not None:
-            how = self._learn(node, rows, len(completion.prompt_token_ids) + len(node.ids) - 1 - len(rows))
-            answer.resume = worst_resume(answer.resume, how)
         return node
 
-    def _learn(self, answer: _Node, rows: NDArray[np.integer[Any]], first: int) -> str:
-        """Fill in the routes that were unknown on an answer's path, from the token ``first`` to the last but one.
+    def _learn(self, added: _Node, rows: NDArray[np.integer[Any]] | None) -> None:
+        """Fill in the routes that were unknown on an answer's path, and note how the engine read the known ones again.
 
-        Returns how the engine read the known ones again.
+        The rows are those of the last tokens, without the answer's last.
         """
-        assert answer.answer is not None
-        assert self._layout is not None
-        by, column = int(answer.answer.versions[0]), self._layout.moe_layers[0]
-        how = "none"
-        for node in answer.path():
+        if self._layout is None or rows is None:
+            return
+        assert added.answer is not None
+        by, column = int(added.answer.versions[0]), self._layout.moe_layers[0]
+        first = added.stop - 1 - len(rows)
+        for node in added.path():
             start, stop = max(node.start, first), min(node.stop, first + len(rows))
             if start >= stop:
                 continue
             assert node.routes is not None
             own, new = node.routes[start - node.start : stop - node.start], rows[start - first : stop - first]
             known = own[:, column, 0] != UNSET_EXPERT
+            how = "none"
             if not _same_experts(own[known], new[known]):
                 how = "live"
             elif (node.routed_by[start - node.start : stop - node.start][known] != by).any():
-                how = worst_resume(how, "forced")
-            if not known.all():
-                own[~known] = new[~known]
-                if node is not answer:
-                    node.read_by = by
-        return how
+                how = "forced"
+            added.answer.resume = worst_resume(added.answer.resume, how)
+            own[~known] = new[~known]
+            if node is not added and not known.all():
+                node.read_by = by
 
     def _rows(self, output: CompletionOutput, prompt: int) -> NDArray[np.integer[Any]] | None:
         """Return the rows of an answer in the form that they are kept in, checked."""
@@ -710,10 +663,6 @@ class Session:
     def _count_ends(self, ids: Ids) -> int:
         return int(np.isin(ids, self._end_ids).sum())
 
-    def _is_message(self, node: _Node) -> bool:
-        """Whether an answer is one turn: no turn ends inside it, as it may if ends are ignored."""
-        return not self._count_ends(node.ids[:-1])
-
     # -- leaves -----------------------------------------------------------------------------------------------------
 
     def _nodes(self) -> Iterator[_Node]:
@@ -723,68 +672,63 @@ class Session:
             yield node
             reached += node.children
 
-    def _trajectories(self, shared: str) -> list[_Trajectory]:
+    def _trajectories(self, shared: str) -> list[tuple[TensorDict, int]]:
+        """Return each trajectory with the number of the answer that it ends in."""
         if shared not in ("first", "all"):
             raise ValueError(f"shared must be 'first' or 'all', got {shown(shared)}")
         found = []
         with self._lock:
             inner = {id(_answer_before(node)) for node in self._answers}
             taken: set[int] = set()
-            for leaf in self._answers:
+            for number, leaf in enumerate(self._answers):
                 if id(leaf) in inner:
                     continue
-                path = leaf.path()
-                counted = [
-                    node
-                    for node in path
-                    if node.answer is not None and node.answer.is_trained and id(node) not in taken
-                ]
-                if shared == "first":
-                    taken.update(map(id, counted))
-                for temperature in dict.fromkeys(node.answer.temperature for node in counted if node.answer):
-                    alike = [node for node in counted if node.answer and node.answer.temperature == temperature]
-                    found.append(self._trajectory(path, alike, temperature))
+                # the answers that are trained on here, by temperature
+                counted: dict[float, list[_Node]] = {}
+                for node in leaf.path():
+                    if node.answer is not None and node.answer.is_trained and id(node) not in taken:
+                        counted.setdefault(node.answer.temperature, []).append(node)
+                        if shared == "first":
+                            taken.add(id(node))
+                found += [(self._trajectory(leaf, nodes, value), number) for value, nodes in counted.items()]
         return found
 
-    def _trajectory(self, path: Sequence[_Node], counted: Sequence[_Node], temperature: float) -> _Trajectory:
-        """Return the trajectory of a path, to be trained on some of its answers."""
-        total = path[-1].stop
-        mask = np.zeros(total, bool)
-        log_probs = np.full(total, np.nan, np.float32)
-        versions = np.full(total, NO_VERSION, np.int32)
-        sizes, ids = np.zeros(total, np.int32), [np.zeros(0, np.int32)]
-        resume, has_kept, trained = "none", False, set(map(id, counted))
-        for node in path:
-            if (answer := node.answer) is None:
-                continue
+    def _trajectory(self, leaf: _Node, counted: Sequence[_Node], temperature: float) -> TensorDict:
+        """Return the trajectory of a leaf's path, to be trained on some of its answers."""
+        path, prompt, trained = leaf.path(), counted[0].start, set(map(id, counted))
+        full = torch.from_numpy(_ids_of(path)).long()
+        mask = torch.zeros(leaf.stop, dtype=torch.bool)
+        log_probs = torch.full((leaf.stop,), float("nan"))
+        versions = torch.full((leaf.stop,), NO_VERSION, dtype=torch.int32)
+        sizes, ids = torch.zeros(leaf.stop, dtype=torch.int32), [torch.zeros(0, dtype=torch.int32)]
+        answers = [(node, node.answer) for node in path if node.answer is not None]
+        for node, answer in answers:
             span = slice(node.start, node.stop)
-            versions[span] = answer.versions
-            resume = worst_resume(resume, answer.resume)
+            versions[span] = torch.from_numpy(answer.versions)
             if id(node) in trained:
-                mask[span], log_probs[span] = True, answer.log_probs
-                has_kept |= answer.kept is not None or answer.leaves_ids_out
+                mask[span], log_probs[span] = True, torch.from_numpy(answer.log_probs)
                 if answer.kept is not None:
-                    ids.append(answer.kept[0])
-                    sizes[span] = answer.kept[1]
+                    sizes[span] = torch.from_numpy(answer.kept.sizes)
+                    ids.append(torch.from_numpy(answer.kept.ids))
         sampling = TensorDict({"temperature": torch.tensor(temperature)})
-        if has_kept:
-            kept = KeptTokens(ids=torch.from_numpy(np.concatenate(ids)), sizes=torch.from_numpy(sizes))
-            sampling["kept"] = kept
-        last = path[-1].answer
-        assert last is not None
-        return _Trajectory(
-            full=torch.from_numpy(_ids_of(path)).long(),
-            mask=torch.from_numpy(mask),
-            log_probs=torch.from_numpy(log_probs),
-            versions=torch.from_numpy(versions),
-            routes=None if self._layout is None else self._routes(path),
-            sampling=sampling,
-            prompt=counted[0].start,
-            finish_reason=last.finish_reason,
-            resume=resume,
-            num_cached_tokens=last.num_cached_tokens,
-            answer=last.number,
-        )
+        if any(node.answer is not None and node.answer.leaves_ids_out for node in counted):
+            sampling["kept"] = KeptTokens(ids=torch.cat(ids), sizes=sizes)
+        last = answers[-1][1]
+        source: dict[str, object] = {
+            "tokens": _unpadded(Tokens, prompt=full[:prompt].clone(), response=full[prompt:].clone(), full=full),
+            "masks": _unpadded(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
+            "log_probs": _unpadded(LogProbs, response=log_probs[prompt:].clone(), full=log_probs),
+            "policy_versions": TensorDict({"full": versions}),
+            "policy_version": versions[mask].min().long(),
+            "num_segments": torch.tensor(num_segments(versions[mask])),
+            "num_cached_tokens": torch.tensor(last.num_cached_tokens),
+            "resume": NonTensorData(worst_resume(*(answer.resume for _, answer in answers))),
+            "finish_reason": NonTensorData(last.finish_reason),
+            SAMPLING: sampling,
+        }
+        if self._layout is not None:
+            source["routed_experts"] = RoutedExperts(full=self._routes(path))
+        return TensorDict(source)
 
     def _routes(self, path: Sequence[_Node]) -> Tensor:
         return torch.from_numpy(np.concatenate([node.routes for node in path if node.routes is not None]))
@@ -823,6 +767,15 @@ def _same_experts(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]
         return True
     differ = (one != other).any((1, 2))  # sorting is slow, and few differ
     return np.array_equal(np.sort(one[differ], -1), np.sort(other[differ], -1))
+
+
+def _is_replayed(params: Mapping[str, Any]) -> bool:
+    """Whether a trainer can compute the log-probs of what was sampled with these parameters."""
+    try:
+        refuse_changed_values(params)
+    except ValueError:
+        return False
+    return True
 
 
 def _as_mapping(params: object) -> dict[str, Any]:
@@ -906,29 +859,18 @@ class SessionStore:
         if session is not None:
             session.close()
 
-    def close_all(self) -> None:
-        """Close and forget all sessions."""
-        for session_id in self.ids():
-            self.close(session_id)
-
     def ids(self) -> list[str]:
         """Return the ids of the sessions, the longest unused first."""
         with self._lock:
             self._forget_unused()
             return list(self._sessions)
 
-    def __contains__(self, session_id: object) -> bool:
-        return session_id in self.ids()
-
-    def __len__(self) -> int:
-        return len(self.ids())
-
     def _forget_unused(self) -> None:
         now = self._clock()
         for session_id, (session, used) in list(self._sessions.items()):
             if now - used < self._ttl:
                 return
-            if session.num_under_way:
+            if session._under_way:
                 self._sessions[session_id] = session, now
                 self._sessions.move_to_end(session_id)
             else:
