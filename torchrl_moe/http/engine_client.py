@@ -128,13 +128,9 @@ def frontend_config(
     """
     given = {name: arguments[name] for name in OF_MODEL if arguments.get(name) is not None}
     with _environment_kept():
-        model_config = EngineArgs(
-            model=model,
-            max_model_len=max_model_len,
-            dtype=dtype or "auto",
-            served_model_name=list(served_names),
-            **given,
-        ).create_model_config()
+        names = list(served_names)
+        model_config = EngineArgs(model=model, dtype=dtype or "auto", served_model_name=names, **given).create_model_config()
+        model_config.max_model_len = min(max_model_len, model_config.max_model_len)
         return VllmConfig(model_config=model_config)
 
 

@@ -266,7 +266,8 @@ class HttpServer:
 
     def close(self) -> None:
         """Stop answering, abort what is under way, and close the sessions. Idempotent; the engine runs on."""
-        self.sessions.close_all()  # which aborts their requests
+        for name in self.sessions.ids():
+            self.sessions.close(name)  # which aborts its requests
         if self._server is not None:
             self._server.should_exit = True
         if self._thread is not threading.current_thread():
@@ -281,7 +282,7 @@ class HttpServer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"HttpServer({self.url}, requests={self.requests}, sessions={len(self.sessions)})"
+        return f"HttpServer({self.url}, requests={self.requests}, sessions={len(self.sessions.ids())})"
 
     # -- in its thread ---------------------------------------------------------------------------------------------------
 
@@ -627,7 +628,7 @@ class _Door:
         from starlette.responses import Response
 
         method, number = scope["method"], rest.removeprefix("/routes/")
-        if session_id not in self._sessions:
+        if session_id not in self._sessions.ids():
             return _refusal(HTTPStatus.NOT_FOUND, f"there is no session {session_id!r}")
         if method == "DELETE" and not rest:
             self._sessions.close(session_id)
