@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["CALL", "Answered", "Call", "ServiceClient", "frontend_config", "http_error"]
 
 
-# -- one call, beside what vLLM's handlers pass on -----------------------------------------------------------------------
+# -- one call, beside what vLLM's handlers pass on --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Call:
 CALL: ContextVar[Call] = ContextVar("CALL")
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 STATUS: Mapping[type[Exception], HTTPStatus] = {
     SessionLimitError: HTTPStatus.TOO_MANY_REQUESTS,
@@ -105,7 +105,7 @@ def http_error(error: TorchRLMoEError) -> VLLMError:
     return GracefulHTTPError(str(error).partition("\n")[0], found or HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-# -- vLLM's configuration, for its frontend alone ---------------------------------------------------------------------------
+# -- vLLM's configuration, for its frontend alone ---------------------------------------------------------------------
 
 OF_MODEL = (
     "tokenizer", "tokenizer_mode", "trust_remote_code", "revision", "tokenizer_revision", "code_revision",
@@ -146,7 +146,7 @@ def _environment_kept() -> Iterator[None]:
         os.environ.update(before)
 
 
-# -- the client ------------------------------------------------------------------------------------------------------------
+# -- the client -------------------------------------------------------------------------------------------------------
 
 
 class ServiceClient(EngineClient):
@@ -177,7 +177,7 @@ class ServiceClient(EngineClient):
         self._max_answers, self._max_tokens = max_answers, max_tokens
         config.scheduler_config.max_num_seqs = max_answers  # what `/inference/v1/generate` compares n with
 
-    # -- what handlers use ------------------------------------------------------------------------------------------------
+    # -- what handlers use --------------------------------------------------------------------------------------------
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse more answers than a request may have; called before a stream begins."""
@@ -324,7 +324,7 @@ class ServiceClient(EngineClient):
         except (ValueError, TypeError) as error:
             raise VLLMValidationError(str(error)) from error
 
-    # -- state -----------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
@@ -380,7 +380,7 @@ class ServiceClient(EngineClient):
         del timeout
         self.renderer.shutdown()
 
-    # -- what a door has not: an engine is its owner's ----------------------------------------------------------------------
+    # -- what a door has not: an engine is its owner's ----------------------------------------------------------------
 
     def _not_here(self, *args: Any, **kwargs: Any) -> NoReturn:
         del args, kwargs
@@ -403,7 +403,7 @@ def _prompt_ids(prompt: Any) -> list[int]:
     return list(ids)
 
 
-# -- completions as vLLM's outputs -----------------------------------------------------------------------------------------
+# -- completions as vLLM's outputs ------------------------------------------------------------------------------------
 
 
 class _Deltas:

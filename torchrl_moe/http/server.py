@@ -284,7 +284,7 @@ class HttpServer:
     def __repr__(self) -> str:
         return f"HttpServer({self.url}, requests={self.requests}, sessions={len(self.sessions.ids())})"
 
-    # -- in its thread ---------------------------------------------------------------------------------------------------
+    # -- in its thread ------------------------------------------------------------------------------------------------
 
     def _run(self, listening: socket.socket, started: Future[None]) -> None:
         try:
@@ -355,7 +355,7 @@ async def _application(client: ServiceClient, arguments: Namespace) -> FastAPI:
     return app
 
 
-# -- what handlers do besides ------------------------------------------------------------------------------------------
+# -- what handlers do besides -----------------------------------------------------------------------------------------
 
 
 def _wrap_handlers(state: Any) -> None:
@@ -483,7 +483,7 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-# -- the door --------------------------------------------------------------------------------------------------------------
+# -- the door ---------------------------------------------------------------------------------------------------------
 
 
 class _TooLargeError(Exception):
@@ -621,7 +621,7 @@ class _Door:
             more = message.get("more_body", False)
         return b"".join(pieces)
 
-    # -- answers of its own ----------------------------------------------------------------------------------------------
+    # -- answers of its own -------------------------------------------------------------------------------------------
 
     def _of_a_session(self, session_id: str, rest: str, scope: Scope) -> Response:
         """Answer ``GET /sessions/ID``, ``GET /sessions/ID/routes/N`` and ``DELETE /sessions/ID``."""
