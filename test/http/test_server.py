@@ -413,7 +413,7 @@ def test_closing_the_server_ends_what_is_under_way(folder: Path) -> None:
 
 
 def test_a_session_that_is_closed_ends_its_requests(folder: Path) -> None:
-    with FakeAsyncVLLM(token_seconds=0.01) as engine, serving(engine, folder) as (server, client):
+    with FakeAsyncVLLM(token_seconds=0.01) as engine, serving(engine, folder) as (_, client):
         found: list[httpx.Response] = []
         path, asked = "/sessions/a/v1/chat/completions", {**ASKED, "max_tokens": 3000}
         thread = threading.Thread(target=lambda: found.append(client.post(path, json=asked)))
