@@ -115,7 +115,7 @@ def two_turns(server: StandIn) -> Any:
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
         text = f"{row['query']}: "
-        said = await server.ask(base_url, text)
+        said = await asyncio.to_thread(str, await server.ask(base_url, text))
         await server.ask(base_url, f"{text}{said}, and?")
         await server.ask(base_url, f"{text}{said}, or?")
         return float(row["query"][1:])

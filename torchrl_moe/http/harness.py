@@ -11,11 +11,13 @@ import inspect
 import logging
 import os
 import signal
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias
+from weakref import WeakSet
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -23,16 +25,19 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl_moe._checks import LONGEST, check_number
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentTimeoutError, Generate, too_many_turns
 from torchrl_moe.collectors.workflow import Clock, Workflow, finite, number_of
+from torchrl_moe.http.server import HttpServer, serve_http
 from torchrl_moe.http.sessions import Session, SessionStore
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import fields_of
 from torchrl_moe.modules.policies.prompts import Prompts
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
+from torchrl_moe.modules.serving.service import GenerationService
 
 __all__ = ["HarnessEnv", "run_process"]
 
 LOG = logging.getLogger(__name__)
+MODEL = "policy"
 Harness: TypeAlias = "Callable[[str, dict[str, Any]], Awaitable[float | None]]"
 """Runs one sample: ``await run(base_url, row)`` returns its reward; ``None`` leaves it out.
 
@@ -65,7 +70,9 @@ class HarnessEnv(Workflow):
     Args:
         run: an async function. It runs in the collector's event loop, beside others: blocking code belongs in
             ``asyncio.to_thread``, a program in :func:`run_process`.
-        server: serves the policy's engine, ``serve_http(engine)``.
+        server: serves the policy's engine; default: one that is started with the first sample, and ends with the
+            collector. It calls the model ``"policy"``.
+        serve_options: of that default, see :func:`~torchrl_moe.http.serve_http`.
         deadline: seconds that one ``run`` may take in all; ``None`` for no limit.
         sampling_params: go before those of the harness, which may not know that it trains, ``{"temperature": 1.0}``.
         shared: see :meth:`~torchrl_moe.http.sessions.Session.trajectories`.
@@ -81,15 +88,15 @@ class HarnessEnv(Workflow):
             return float(row["answer"] in output)
 
 
-        with serve_http(engine) as server:
-            collector = AsyncLLMCollector(HarnessEnv(run, server), policy=policy, dataloader=rows, group_size=8)
+        collector = AsyncLLMCollector(HarnessEnv(run), policy=policy, dataloader=rows, group_size=8)
     """
 
     def __init__(
         self,
         run: Harness,
-        server: Server,
+        server: Server | None = None,
         *,
+        serve_options: Mapping[str, Any] | None = None,
         deadline: float | None = None,
         sampling_params: Mapping[str, Any] | None = None,
         shared: Literal["first", "all"] = "first",
@@ -99,6 +106,10 @@ class HarnessEnv(Workflow):
         super().__init__(run)
         check_number("deadline", deadline, above=0, most=LONGEST, none=True, hint="It is in seconds.")
         self._server, self._deadline, self._shared = server, deadline, shared
+        self._serve_options = {"served_model_name": MODEL, **(serve_options or {})}
+        self._own: HttpServer | None = None
+        self._starting = threading.Lock()
+        self._loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
         self._sampling_params = dict(sampling_params or {})
         self.left_out: Counter[str] = Counter()
         """Reason -> samples that were left out because there was nothing to train on."""
@@ -113,19 +124,23 @@ class HarnessEnv(Workflow):
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
         """Run a sample and return its trajectories, each ``[1]``; none if there is nothing to train on."""
-        asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:  # an evaluation has another, which ends its threads when it ends
+            self._loops.add(loop)
+            loop.set_default_executor(self._new_threads())  # of asyncio.to_thread
         generate_kwargs.pop("return_routed_experts", None)  # a session keeps them
-        session = self._server.sessions.get(f"harness-{uuid.uuid4().hex}")
+        server = self._server or self._own or await asyncio.to_thread(self._started, policy.engine)
+        session = server.sessions.get(f"harness-{uuid.uuid4().hex}")
         session.sampling_params = self._sampling_params | sampling_params_of(generate_kwargs)
         clock = Clock(timeout)
         calls = _Calls(policy, generate, data, clock, max_turns, session.sampling_params)
         session.generate = calls.from_server
         try:
-            reward = await self._ended(session, data, clock)
+            reward = await self._ended(f"{server.url}/sessions/{session.id}/v1", data, clock)
             if calls.error is not None:
                 raise calls.error
         finally:
-            self._server.sessions.close(session.id)
+            server.sessions.close(session.id)
         if reward is None:
             return []
         value = number_of(reward)
@@ -134,12 +149,19 @@ class HarnessEnv(Workflow):
         rows = self._rows(session, data, finite(value, "the harness"))
         return [lazy_stack([row]) for row in rows]
 
-    async def _ended(self, session: Session, data: TensorDictBase, clock: Clock) -> object:
+    def _started(self, engine: GenerationService) -> HttpServer:
+        """Start the default server; the first of several threads does."""
+        with self._starting:
+            if self._own is None:
+                self._own = serve_http(engine, **self._serve_options)
+            return self._own
+
+    async def _ended(self, base_url: str, data: TensorDictBase, clock: Clock) -> object:
         """Run the harness to its end, within its deadline."""
         row = {str(key): _plain(data.get(key)) for key in data.keys()}  # noqa: SIM118
         try:
             async with asyncio.timeout(self._deadline) as whole:
-                return await clock.run(self._function(f"{self._server.url}/sessions/{session.id}/v1", row))
+                return await clock.run(self._function(base_url, row))
         except TimeoutError as error:
             if not whole.expired():  # of the harness's own, or between two calls
                 raise
@@ -163,10 +185,14 @@ class HarnessEnv(Workflow):
         return rows
 
     def close(self, keep: object = None) -> None:
-        """End the threads, unless this is to be kept; those of a later collector are others."""
-        if keep is not self:
-            super().close()
-            self._threads = self._new_threads()
+        """End the threads and the default server, unless this is to be kept; a later collector starts others."""
+        if keep is self:
+            return
+        super().close()
+        self._threads = self._new_threads()
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
 
 class _Calls:
