@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -367,6 +367,18 @@ def pack_tied(model: nn.Module) -> None:
 def has_packed(module: nn.Module) -> bool:
     """Whether a module is a linear layer that holds its weight packed."""
     return PACKED_HANDLE in vars(module)
+
+
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put back what vLLM writes into the environment of a process that makes a configuration, and has no engine."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def delivered_tokens(engine: AsyncLLM) -> dict[str, dict[int, int]]:

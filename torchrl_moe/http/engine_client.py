@@ -1,16 +1,15 @@
 """Our service as vLLM's ``EngineClient``: what vLLM's own server code needs of an engine, and nothing of HTTP.
 
-vLLM's handlers render prompts, parse tools and reasoning, and write the answers of each API. They call ``generate`` with
-token ids and ``SamplingParams``; here that becomes one request of the service, in its session if it has one, and the
-service's completion becomes vLLM's ``RequestOutput``. What a handler does not say is in :data:`CALL`.
+vLLM's handlers render prompts, parse tools and reasoning, and write the answers of each API. They call ``generate``
+with token ids and ``SamplingParams``; here that becomes one request of the service, in its session if it has one, and
+the service's completion becomes vLLM's ``RequestOutput``. What a handler does not say is in :data:`CALL`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -30,6 +29,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.stats import RequestStateStats
 
+from torchrl_moe import _compat
 from torchrl_moe.errors import (
     GenerationTimeout,
     NoReplicaError,
@@ -127,23 +127,12 @@ def frontend_config(
         served_names: what clients call the model.
     """
     given = {name: arguments[name] for name in OF_MODEL if arguments.get(name) is not None}
-    with _environment_kept():
+    with _compat.environment_kept():  # it has no engine, and its replicas inherit it
         names = list(served_names)
-        model_config = EngineArgs(model=model, dtype=dtype or "auto", served_model_name=names, **given).create_model_config()
+        engine_args = EngineArgs(model=model, dtype=dtype or "auto", served_model_name=names, **given)
+        model_config = engine_args.create_model_config()
         model_config.max_model_len = min(max_model_len, model_config.max_model_len)
         return VllmConfig(model_config=model_config)
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Undo what vLLM writes for an engine of this process: it has none, and its replicas inherit the environment."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 # -- the client -------------------------------------------------------------------------------------------------------
@@ -382,9 +371,9 @@ class ServiceClient(EngineClient):
 
     # -- what a door has not: an engine is its owner's ----------------------------------------------------------------
 
-    def _not_here(self, *args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        raise NotImplementedError("this server does not control its engine")
+    def _not_here(self, *args: object, **kwargs: object) -> NoReturn:
+        what = f"what was asked with {args} and {kwargs} is its owner's to do"
+        raise GracefulHTTPError(f"this server does not control its engine: {what}", HTTPStatus.NOT_IMPLEMENTED)
 
     encode = start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = reset_prefix_cache = _not_here
     sleep = release_kv_cache_memory = wake_up = is_sleeping = pause_generation = resume_generation = _not_here

@@ -1,8 +1,8 @@
 """``serve_http``: an engine behind OpenAI's and Anthropic's APIs, with sessions that keep every token.
 
-vLLM's own server code answers: its routers, renderers, parsers and protocols, over :class:`ServiceClient`. What it has no
-place for is here: who may come in, how much at a time, the session and the weight version of a request, and what is
-recorded of an answer once its client has it. The server runs in a thread with its own event loop.
+vLLM's own server code answers: its routers, renderers, parsers and protocols, over :class:`ServiceClient`. What it has
+no place for is here: who may come in, how much at a time, the session and the weight version of a request, and what is
+recorded of an answer before its client has it. The server runs in a thread with its own event loop.
 
 .. code-block:: text
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torchrl_moe.http.engine_client import Call, ServiceClient
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["HttpServer", "Limits", "serve_http"]
+__all__ = ["HttpServer", "Limits", "check_address", "serve_http"]
 
 LOG = logging.getLogger(__name__)
 Message: TypeAlias = "dict[str, Any]"
@@ -137,7 +137,7 @@ def serve_http(
         RuntimeError: the engine does not run.
         OSError: the address is in use, or not this machine's.
     """
-    _check_address(host, port, api_key)
+    check_address(host, port, api_key)
     _check_options(options)
     if not engine.is_running:
         raise RuntimeError("serve_http: the engine is not running: start it first")
@@ -164,7 +164,8 @@ def serve_http(
         raise
 
 
-def _check_address(host: str, port: int, api_key: str | None) -> None:
+def check_address(host: str, port: int, api_key: str | None) -> None:
+    """Raise ``ValueError`` for an address that cannot be, or that needs a key and has none."""
     check_number("port", port, 0, 65535, whole=True)
     if not isinstance(host, str) or not host:
         raise ValueError(f"host must be an address or a name, got {shown(host)}")
@@ -557,7 +558,7 @@ class _Door:
         """Read a request, and have vLLM's application answer it, as a call of its session."""
         from torchrl_moe.http.engine_client import CALL, STATUS, Call
 
-        path, started = scope["path"], False
+        path, refusal = scope["path"], None
         try:
             body = await self._body(headers, receive)
             if body is None:  # the client is gone
@@ -572,8 +573,6 @@ class _Door:
             refusal = _refusal(HTTPStatus.BAD_REQUEST, str(error), path)
         except TorchRLMoEError as error:
             refusal = _refusal(STATUS.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR), str(error), path)
-        else:
-            refusal = None
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -584,9 +583,7 @@ class _Door:
             return messages.pop() if messages else await receive()
 
         async def write(message: Any) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 self._statuses[message["status"]] += 1
                 if call.answered:
                     oldest = min(_oldest(one.completion) for one in call.answered)
@@ -698,8 +695,8 @@ def _version(text: str | None) -> str | int | None:
         return text
     if not text.isdecimal():
         raise ValueError(
-            f"{VERSION_HEADER}: {text!r} is not 'pin' (the version that the session began with), 'latest', or a number, "
-            "the oldest version that will do"
+            f"{VERSION_HEADER}: {text!r} is not 'pin' (the version that the session began with), 'latest', or a "
+            "number, the oldest version that will do"
         )
     return int(text)
 

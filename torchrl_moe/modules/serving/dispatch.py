@@ -49,7 +49,7 @@ LOG = logging.getLogger(__name__)
 class Submissions:
     """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop."""
 
-    def __init__(self, loop: EventLoop, find: Callable[[str], InFlight | None] = {}.get) -> None:
+    def __init__(self, loop: EventLoop, find: Callable[[str], InFlight | None] = lambda _: None) -> None:
         self._loop = loop
         self._find = find  # a request by its id
         self._outgoing: dict[Replica, dict[InFlight, asyncio.Future[Completion]]] = {}  # by replica
@@ -74,10 +74,13 @@ class Submissions:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, requests in outgoing.items():
             streams = any(request.request.stream for request in requests)
-            tell = partial(self._loop.call, self._tell) if streams else None
+            tell = self._tell_later if streams else None
             futures = _submit(replica, [request.request for request in requests], tell) if requests else ()
             for answer, future in zip(requests.values(), futures, strict=True):
                 future.add_done_callback(partial(self._take_back, answer))
+
+    def _tell_later(self, parts: Sequence[Completion]) -> None:
+        self._loop.call(self._tell, parts)
 
     def _tell(self, parts: Sequence[Completion]) -> None:
         for part in parts:
