@@ -1,4 +1,4 @@
-"""Real vLLM, float32: what a session keeps of an agent's calls is what transformers makes of it, over weight updates."""
+"""Real vLLM, float32: what a session keeps is what transformers makes of it, over a branch and weight updates."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ Letters: T tokens, P prompt tokens, G tokens of an answer, L decoder layers, K e
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import threading
@@ -35,7 +36,8 @@ from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import num_segments, worst_resume
 from torchrl_moe.errors import SessionClosedError, SessionLimitError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, leaves_ids_out
-from torchrl_moe.modules.policies.rollout import SAMPLING, refuse_changed_values, sampling_entry
+from torchrl_moe.modules.backends.sampling_fields import fields_of
+from torchrl_moe.modules.policies.rollout import CHANGES_NOTHING, SAMPLING, sampling_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +49,9 @@ Message: TypeAlias = Mapping[str, Any]
 REASONING = ("reasoning", "reasoning_content")
 """Entries of a message that clients may leave out when they send it back: OpenAI's API has no place for them."""
 NO_VERSION = -1
+HEAD = 16
+CUT = "\ufffd"
+"""What half of a character is decoded to."""
 LONGEST_ID = 256
 
 
@@ -76,9 +81,7 @@ class _Node:
     ids: Ids
     routes: NDArray[np.integer[Any]] | None  # [T, L, K], as RoutedExperts; None: the engine captures none
     answer: _Answer | None = None
-    read_by: int = (
-        NO_VERSION  # weights that routed its tokens; of an answer's, its last token, which the next call reads
-    )
+    read_by: int = NO_VERSION  # weights that routed its tokens; of an answer's, the last one, which the next call reads
     start: int = 0  # tokens before it
     ends: int = 0  # ends of turns among all tokens up to its last
     answers: int = 0  # on its path, its own included
@@ -383,14 +386,14 @@ class Session:
         returned = [message_returned] if isinstance(message_returned, Mapping) else list(message_returned or ())
         if returned and len(returned) != len(completion.outputs):
             raise ValueError(f"{len(returned)} messages were returned for {len(completion.outputs)} choices")
-        params = _as_mapping(sampling_params) | self.sampling_params
+        params = {**fields_of(sampling_params), **self.sampling_params}
         rows = {output.index: self._rows(output, len(prompt)) for output in outputs}
         with self._lock:
             self._check_open()
             self._check_room(len(prompt) - self._place(prompt)[0] + sum(len(output.token_ids) for output in outputs))
+            conversation = None if messages is None else self._conversation(messages)[-1][0]
             self.num_calls += 1
             asked = self._given(prompt)
-            conversation = None if messages is None else self._conversation(messages)[-1][0]
             for output in outputs:
                 node = self._add(asked, completion, output, params)
                 self._learn(node, rows[output.index])
@@ -483,6 +486,10 @@ class Session:
 
     def _after_text(self, node: _Node, rest: Ids) -> Ids | None:
         """Return the ids that follow a node's text; ``None`` if other text comes first."""
+        # most texts differ at once, and a long one need not be decoded to see it
+        heads = [self._decode(ids[:HEAD]).rstrip(CUT) for ids in (node.ids, rest)]
+        if not heads[0].startswith(heads[1]) and not heads[1].startswith(heads[0]):
+            return None
         said = self._decode(node.ids)
         near = rest[: 4 * len(said) + 8]  # a character is at most four tokens
         if not said or not self._decode(near).startswith(said):
@@ -607,7 +614,7 @@ class Session:
             versions=output.policy_versions.astype(np.int32),
             kept=kept,
             temperature=float(sampling_entry(params, None, 0, 0, None, None)["temperature"]),
-            is_trained=_is_replayed(params),
+            is_trained=all(params.get(name) in values for name, values in CHANGES_NOTHING.items()),
             leaves_ids_out=kept is not None or bool(leaves_ids_out(params.get)),
             finish_reason=output.finish_reason,
             resume=output.resume,
@@ -769,25 +776,6 @@ def _same_experts(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]
     return np.array_equal(np.sort(one[differ], -1), np.sort(other[differ], -1))
 
 
-def _is_replayed(params: Mapping[str, Any]) -> bool:
-    """Whether a trainer can compute the log-probs of what was sampled with these parameters."""
-    try:
-        refuse_changed_values(params)
-    except ValueError:
-        return False
-    return True
-
-
-def _as_mapping(params: object) -> dict[str, Any]:
-    """Return sampling parameters by name: of vLLM's object, those that it has."""
-    if params is None:
-        return {}
-    if isinstance(params, Mapping):
-        return dict(params)
-    names = getattr(params, "__struct_fields__", None) or vars(params)
-    return {name: getattr(params, name) for name in names}
-
-
 # -- all sessions -----------------------------------------------------------------------------------------------------
 
 
@@ -825,7 +813,8 @@ class SessionStore:
         check_number("ttl", ttl, above=0, hint="It is in seconds.")
         own = getattr(tokenizer, "eos_token_id", None)
         self._ends = ({own} if own is not None else set()) if end_of_turn_ids is None else set(end_of_turn_ids)
-        self._tokenizer, self._layout = tokenizer, layout
+        # its own: the server encodes with the given one, in other threads
+        self._tokenizer, self._layout = copy.deepcopy(tokenizer), layout
         self._max_tokens, self._max_sessions, self._ttl, self._clock = max_tokens_per_session, max_sessions, ttl, clock
         self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()  # the longest unused first
         self._lock = threading.Lock()
