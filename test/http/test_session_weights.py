@@ -18,7 +18,7 @@ from support.http import serving
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe.http import HttpServer
-from torchrl_moe.http.sessions import load_trajectories
+from torchrl_moe.http.trajectories import load_trajectories
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.testing import ByteTokenizer

@@ -17,7 +17,8 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.errors import SessionClosedError, SessionLimitError
-from torchrl_moe.http.sessions import Session, SessionStore, load_trajectories
+from torchrl_moe.http.sessions import Session, SessionStore
+from torchrl_moe.http.trajectories import load_trajectories
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import ByteTokenizer
