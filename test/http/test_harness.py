@@ -324,6 +324,35 @@ def test_a_shutdown_cancels_harnesses_and_their_calls(server: StandIn, collect: 
     until(lambda: server.sessions.ids() == [])
 
 
+def test_a_checkpoint_has_the_answers_of_a_harness(server: StandIn, collect: Collect) -> None:
+    """Its run starts again, and gets the answers that it had had."""
+    is_first = True
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        said = await server.ask(base_url, "a")
+        if is_first:
+            hold(server.engine)
+        await server.ask(base_url, f"a{said}b")
+        return 1.0
+
+    env = HarnessEnv(run, server)
+    collector = collect(env, group_size=1, max_staleness=0)
+    taken = in_thread(lambda: list(islice(collector, 1)))
+    until(lambda: running(server.engine) == 1)
+    state = in_thread(collector.state_dict).result(PATIENCE)
+    collector.shutdown()
+    taken.result(PATIENCE)
+    is_first = False
+    for replica in server.engine.replicas:
+        replica.token_seconds = 0.0
+        replica.submitted.clear()
+    again = collect(env, group_size=1, max_staleness=0)
+    again.load_state_dict(state)
+    assert int(first(again)["masks", "all_assistant_mask"].sum()) == 8
+    (request,) = [request for replica in server.engine.replicas for request in replica.submitted]
+    assert len(request.prompt_token_ids) == 6  # "a", four tokens, "b"
+
+
 def test_what_a_harness_is_refused(server: StandIn) -> None:
     with pytest.raises(TypeError, match="async function"):
         HarnessEnv(print, server)  # type: ignore[arg-type]

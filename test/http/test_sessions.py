@@ -338,6 +338,26 @@ def test_an_answer_is_sent_as_it_was_sampled_though_its_text_encodes_otherwise()
     assert trained(td) == [*answer, *BAD, END]
 
 
+SAID = st.lists(st.integers(0, 255), min_size=1, max_size=6)
+TURN = st.tuples(SAID, st.booleans(), st.text(max_size=4))
+
+
+@given(st.text(max_size=4), st.lists(TURN, min_size=1, max_size=4))
+def test_any_bytes_that_were_sampled_are_sent_again(asked: str, turns: list[tuple[list[int], bool, str]]) -> None:
+    """Whatever they decode to; the client sends text, and the template writes the end of a turn that was cut."""
+    session = new_session()
+    sent = ids(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+    text = TOKENIZER.decode(sent)
+    for answer, is_cut, said in turns:
+        sampled = answer if is_cut else [*answer, END]
+        call(session, sent, sampled)
+        rest = ("<|im_end|>" if is_cut else "") + f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+        sent, text = sent + sampled + ids(rest), text + TOKENIZER.decode(sampled) + rest
+        assert session.prompt_ids(ids(text)) == sent
+    (td,) = session.trajectories()
+    assert trained(td) == [token for answer, is_cut, _ in turns for token in (answer if is_cut else [*answer, END])]
+
+
 def test_an_answer_that_another_text_follows_is_left_as_rendered() -> None:
     session = new_session()
     call(session, ids("ab"), [*BAD, 99])
