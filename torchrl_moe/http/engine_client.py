@@ -227,13 +227,15 @@ class ServiceClient(EngineClient):
                 f"the prompt has {prompt_tokens} tokens, and the model's maximum context length is "
                 f"{self.model_config.max_model_len}, of which an answer needs one"
             )
-        if given.logprobs not in (None, 0) or given.prompt_logprobs is not None or given.logprob_token_ids:
+        # 1 is what many clients ask for to get the sampled token's own; that is then the only one
+        if given.logprobs not in (None, 0, 1) or given.prompt_logprobs is not None or given.logprob_token_ids:
             raise VLLMValidationError(
                 "log-probs are those of the sampled tokens only: leave out top_logprobs and prompt_logprobs, and ask "
                 "for logprobs=true in a chat, logprobs=0 elsewhere",
                 parameter="logprobs",
             )
         params = given.clone()
+        params.logprobs = None if given.logprobs is None and call.session is None else 0
         params.max_tokens = min(
             self.model_config.max_model_len - prompt_tokens,
             self.model_config.max_model_len if params.max_tokens is None else params.max_tokens,
@@ -241,8 +243,6 @@ class ServiceClient(EngineClient):
         params.routed_experts_prompt_start = 0  # cut off here: a session keeps all rows
         if params.extra_args:  # a session's name is no parameter of sampling
             params.extra_args = {k: v for k, v in params.extra_args.items() if k != "session_id"} or None
-        if call.session is not None and params.logprobs is None:
-            params.logprobs = 0
         return params
 
     def _where(self, call: Call, session_id: str | None) -> dict[str, Any]:
