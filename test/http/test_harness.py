@@ -136,6 +136,7 @@ def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect:
     for row in batch:
         row["routed_experts"].validate(server.engine.routing_layout, num_tokens=len(row["tokens", "full"]))
         assert int(row["policy_version"]) == 0
+        assert row["text"].prompt == f"{row['query']}: " or row["text"].prompt.endswith(", or?")
     assert server.sessions.ids() == []
     assert collector.stats()["collector/failures"] == 0
     collector.show_samples(2)

@@ -146,6 +146,7 @@ def test_a_conversation_of_six_turns_is_exactly_what_its_weights_say(run: Run) -
     assert session.num_tokens < sum(len(td["tokens", "full"]) for td in tds)
     assert len(tds[0]["policy_versions", "full"].unique()) == 4  # three versions, and -1
     assert len(tds[0]["policy_versions", "full"][tds[0]["masks", "all_assistant_mask"]].unique_consecutive()) == 3
+    assert int(tds[0]["num_cached_tokens"]) > 0  # what is followed is in the prefix cache, too
     text = TOKENIZER.decode(tds[0]["tokens", "full"])
     assert TOKENIZER(text, add_special_tokens=False)["input_ids"] != tds[0]["tokens", "full"].tolist()
     # every sampled token, and every row, those between the turns too

@@ -29,7 +29,7 @@ from torchrl_moe.http.server import HttpServer, serve_http
 from torchrl_moe.http.sessions import Session, SessionStore
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import fields_of
-from torchrl_moe.modules.policies.prompts import Prompts
+from torchrl_moe.modules.policies.prompts import Prompts, text_entry
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 from torchrl_moe.modules.serving.service import GenerationService
@@ -146,7 +146,7 @@ class HarnessEnv(Workflow):
         value = number_of(reward)
         if value is None:
             raise TypeError(f"a harness must return its reward, a number, got {reward!r:.200}")
-        rows = self._rows(session, data, finite(value, "the harness"))
+        rows = self._rows(session, data, finite(value, "the harness"), policy.tokenizer)
         return [lazy_stack([row]) for row in rows]
 
     def _started(self, engine: GenerationService) -> HttpServer:
@@ -167,7 +167,7 @@ class HarnessEnv(Workflow):
                 raise
             raise EnvironmentTimeoutError(f"the harness did not return within {self._deadline:g} s") from error
 
-    def _rows(self, session: Session, data: TensorDictBase, reward: float) -> list[TensorDictBase]:
+    def _rows(self, session: Session, data: TensorDictBase, reward: float, tokenizer: Any) -> list[TensorDictBase]:
         """Return a row ``[]`` for each trajectory; the last one is done, and has the reward."""
         trajectories = session.trajectories(self._shared)
         if not trajectories:
@@ -179,6 +179,10 @@ class HarnessEnv(Workflow):
             is_last = i == len(trajectories)
             ended = {"done": torch.tensor([is_last]), "terminated": torch.tensor([is_last])}
             row = data.copy().update(trajectory)
+            texts = (
+                tokenizer.decode(row["tokens", part], skip_special_tokens=False) for part in ("prompt", "response")
+            )
+            row["text"] = text_entry(*texts)  # for people, and logs
             row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
             given = torch.tensor([[reward if is_last else 0.0]])
             rows.append(row.set("next", TensorDict({"reward": given, "truncated": torch.tensor([False]), **ended})))
