@@ -129,7 +129,9 @@ class HarnessEnv(Workflow):
             self._loops.add(loop)
             loop.set_default_executor(self._new_threads())  # of asyncio.to_thread
         generate_kwargs.pop("return_routed_experts", None)  # a session keeps them
-        server: Server = self._server or self._own or await asyncio.to_thread(self._started, policy.engine)
+        server: Server | None = self._server or self._own
+        if server is None:
+            server = await asyncio.to_thread(self._started, policy.engine)
         session = server.sessions.get(f"harness-{uuid.uuid4().hex}")
         session.sampling_params = self._sampling_params | sampling_params_of(generate_kwargs)
         clock = Clock(timeout)
