@@ -2,7 +2,7 @@
 
 The agent asks a tiny Mixture of Experts for a sum. What the model says is either its answer, or a call such as ``calc
 47+38``, which the agent computes and says to the model before it asks again. A short supervised warm-up teaches the
-model both; its own sums are guesses, so GRPO teaches it to use the calculator. Takes about three minutes on a CPU.
+model both; its own sums are guesses, so GRPO teaches it to use the calculator. Takes four minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/harness_calculator"))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=400, help="steps of the supervised warm-up")
+    parser.add_argument("--warmup", type=int, default=300, help="steps of the supervised warm-up")
     parser.add_argument("--prompts", type=int, default=8, help="of a step, each with 8 answers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)

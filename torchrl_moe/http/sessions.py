@@ -227,7 +227,8 @@ class Session:
         returned = [message_returned] if isinstance(message_returned, Mapping) else list(message_returned or ())
         if returned and len(returned) != len(completion.outputs):
             raise ValueError(f"{len(returned)} messages were returned for {len(completion.outputs)} choices")
-        params = {**fields_of(sampling_params), **self.sampling_params}
+        given = {**fields_of(sampling_params), **self.sampling_params}
+        params = {name: value for name, value in given.items() if value is not None}
         rows = {output.index: self._tree.checked(output, len(prompt)) for output in outputs}
         with self._lock:
             self._check_open()
