@@ -20,6 +20,7 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput as VLLMOutput
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from torchrl_moe.http.sessions import Session
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["CALL", "Answered", "Call", "ServiceClient", "frontend_config", "http_error"]
+__all__ = ["CALL", "STATUS", "Answered", "Call", "NamedTokens", "ServiceClient", "frontend_config", "http_error"]
 
 
 # -- one call, beside what vLLM's handlers pass on --------------------------------------------------------------------
@@ -82,6 +83,18 @@ class Call:
 
 
 CALL: ContextVar[Call] = ContextVar("CALL")
+
+
+class NamedTokens(GenerateTokensResponse):
+    """vLLM's answer to tokens, with the names of tokens that its earlier releases wrote, and clients still read."""
+
+    def model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return it as plain data."""
+        plain = super().model_dump(*args, **kwargs)
+        for choice in plain["choices"]:
+            for entry in (choice["logprobs"] or {}).get("content") or ():
+                entry["token"] = f"token_id:{entry['token_id']}"
+        return plain
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -382,10 +382,10 @@ def _wrap_handlers(state: Any) -> None:
 
 def _checked(create: Callable[..., Awaitable[Any]], known: Mapping[str, Any]) -> Callable[..., Awaitable[Any]]:
     """Refuse fields that neither vLLM nor the API has: a misspelled one would change nothing, in silence."""
-    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateTokensResponse
     from vllm.exceptions import VLLMValidationError
 
-    from torchrl_moe.http.engine_client import CALL
+    from torchrl_moe.http.engine_client import CALL, NamedTokens
 
     async def checked(request: Any, raw_request: Any = None) -> Any:
         body = await raw_request.json()
@@ -396,7 +396,8 @@ def _checked(create: Callable[..., Awaitable[Any]], known: Mapping[str, Any]) ->
         call = CALL.get()
         call.wants_routes = isinstance(request, GenerateRequest) or "routed_experts_prompt_start" in body
         call.is_text = not isinstance(request, GenerateRequest) and not _is_ids(body.get("prompt"))
-        return await create(request, raw_request)
+        answer = await create(request, raw_request)
+        return NamedTokens.model_construct(**dict(answer)) if isinstance(answer, GenerateTokensResponse) else answer
 
     return checked
 
