@@ -1,6 +1,6 @@
 """Harnesses from PyPI at a server over a real engine; each in a process with packages of its own.
 
-They need ``requirements/clients.txt`` in the folder that ``TORCHRL_MOE_CLIENTS`` names.
+They need what ``requirements/clients.txt`` lists in the folder that ``TORCHRL_MOE_CLIENTS`` names.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def run(program: str, *arguments: str) -> Any:
+def run(package: str, program: str, *arguments: str) -> Any:
     """The last line that a program prints, as JSON."""
-    environment = {**os.environ, "PYTHONPATH": FOLDER, "OPENAI_API_KEY": "any", "PRIME_API_KEY": "any"}
+    environment = {**os.environ, "PYTHONPATH": f"{FOLDER}/{package}", "OPENAI_API_KEY": "any", "PRIME_API_KEY": "any"}
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, timeout=240
     )
@@ -81,7 +81,7 @@ def run(program: str, *arguments: str) -> Any:
 def test_renderers_get_tokens_masks_and_routes(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     folder = str(shelf.folder("qwen3_moe"))
     with serving(engine, None) as (server, _):
-        found = run(RENDERERS, f"{server.url}/sessions/one/v1", folder)
+        found = run("verifiers", RENDERERS, f"{server.url}/sessions/one/v1", folder)
         (trajectory,) = server.session("one").trajectories()
     assert found["prompt_ids"] + found["completion_ids"] == trajectory["tokens", "full"].tolist()
     prompt = len(found["prompt_ids"])
@@ -96,7 +96,7 @@ def test_renderers_get_tokens_masks_and_routes(engine: AsyncVLLM, shelf: EngineS
 def test_verifiers_train_client(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     folder = str(shelf.folder("qwen3_moe"))
     with serving(engine, None) as (server, _):
-        prompt, completion, logprobs, routes = run(VERIFIERS, f"{server.url}/sessions/one/v1", folder)
+        prompt, completion, logprobs, routes = run("verifiers", VERIFIERS, f"{server.url}/sessions/one/v1", folder)
         (trajectory,) = server.session("one").trajectories()
     assert prompt + completion == trajectory["tokens", "full"].tolist()
     assert logprobs == pytest.approx(trajectory["log_probs", "full"][len(prompt) :].tolist(), abs=1e-5)
@@ -105,7 +105,7 @@ def test_verifiers_train_client(engine: AsyncVLLM, shelf: EngineShelf) -> None:
 
 def test_openenv_finds_the_server_fit_for_training(engine: AsyncVLLM) -> None:
     with serving(engine, None) as (server, _):
-        report = run(OPENENV, f"{server.url}/sessions/one/v1")
+        report = run("openenv", OPENENV, f"{server.url}/sessions/one/v1")
     assert report["ok"], report
     assert report["capture_level"] == "tokens", report
     assert report["n_prompt_ids"] > 0
