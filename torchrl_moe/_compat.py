@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -369,6 +369,18 @@ def has_packed(module: nn.Module) -> bool:
     return PACKED_HANDLE in vars(module)
 
 
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put back what vLLM writes into the environment of a process that makes a configuration, and has no engine."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def delivered_tokens(engine: AsyncLLM) -> dict[str, dict[int, int]]:
     """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.32).
 
@@ -386,16 +398,25 @@ def delivered_tokens(engine: AsyncLLM) -> dict[str, dict[int, int]]:
     return counts
 
 
-def running_outputs(engine: AsyncLLM) -> dict[str, Any]:
+def running_outputs(
+    engine: AsyncLLM, names: Collection[str] | None = None, since: Mapping[str, Mapping[int, int]] | None = None
+) -> dict[str, Any]:
     """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.32).
 
     It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
+
+    Args:
+        engine: that runs them.
+        names: of the requests that are wanted, without routes; ``None``: all, with their routes.
+        since: request -> answer -> how many of its tokens are known already, and left out with what belongs to them;
+            texts, and answers that are over, are whole.
     """
     # vLLM's states are one per answer; here they are put together by request, in the form of a RequestOutput.
     found: dict[str, Any] = {}
     for state in engine.output_processor.request_states.values():
-        if state.detokenizer is None:
+        if state.detokenizer is None or (names is not None and state.external_req_id not in names):
             continue
+        known = {} if since is None else since.get(state.external_req_id, {})
         one = found.setdefault(
             state.external_req_id,
             SimpleNamespace(
@@ -409,21 +430,32 @@ def running_outputs(engine: AsyncLLM) -> dict[str, Any]:
         )
         if state.parent_req is not None and not one.outputs:  # finished answers wait there for the others
             one.outputs += [output for output in state.parent_req.output_aggregator if output is not None]
+        had = known.get(state.request_index, 0)
+        token_ids, logprobs = state.detokenizer.output_token_ids[had:], state.logprobs_processor.logprobs
+        rows = state.routed_experts_chunks if names is None else []
         one.outputs.append(
             SimpleNamespace(
                 index=state.request_index,
-                text=state.detokenizer.get_next_output_text(False, False),
-                token_ids=state.detokenizer.output_token_ids,
-                logprobs=state.logprobs_processor.logprobs,
-                routed_experts=np.concatenate(state.routed_experts_chunks) if state.routed_experts_chunks else None,
-                sampling_mask=SimpleNamespace(
-                    token_ids=[ids for step in state.sampling_mask_chunks for ids in step.to_nested_list()]
-                ),
+                text=state.detokenizer.get_next_output_text(True, False),
+                token_ids=token_ids,
+                logprobs=None if logprobs is None else logprobs[had:],
+                routed_experts=np.concatenate(rows) if rows else None,
+                sampling_mask=SimpleNamespace(token_ids=_last_masks(state.sampling_mask_chunks, len(token_ids))),
                 finish_reason="abort",
                 stop_reason=None,
             )
         )
     return found
+
+
+def _last_masks(steps: Sequence[Any], tokens: int) -> list[list[int]]:
+    """Return the kept ids of the last tokens; a step has one token, or several if it speculates."""
+    found: list[list[int]] = []
+    for step in reversed(steps):
+        if len(found) >= tokens:
+            break
+        found = [*step.to_nested_list(), *found]
+    return found[len(found) - tokens :] if found else []
 
 
 async def abort_answers(engine: AsyncLLM, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:

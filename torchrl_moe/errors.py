@@ -19,6 +19,9 @@
     ├── MissingEntryError            (KeyError, ValueError) a tensordict lacks a required entry
     ├── DivergedError                a run's gradients or weights are no longer finite
     ├── RankError                    another rank of a run failed, or did not come in time
+    ├── SessionError                 a session of the HTTP server cannot do what was asked
+    │   ├── SessionClosedError       it has ended
+    │   └── SessionLimitError        too many sessions, or too many tokens of one
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
         ├── DigestMismatch           the bytes that arrived are not those that were sent
@@ -53,6 +56,9 @@ __all__ = [
     "RouteShapeError",
     "RouteValueError",
     "RoutingError",
+    "SessionClosedError",
+    "SessionError",
+    "SessionLimitError",
     "StaleReplicaError",
     "SyncTimeout",
     "TorchRLMoEError",
@@ -144,6 +150,18 @@ class DivergedError(TorchRLMoEError):
 
 class RankError(TorchRLMoEError):
     """Another rank of a training run failed, or did not come in time; the message says which, and where."""
+
+
+class SessionError(TorchRLMoEError):
+    """A session of the HTTP server cannot do what was asked."""
+
+
+class SessionClosedError(SessionError):
+    """A session that has ended takes no more calls."""
+
+
+class SessionLimitError(SessionError):
+    """A server has as many sessions, or a session as many tokens, as its limits allow."""
 
 
 class WeightSyncError(TorchRLMoEError):

@@ -15,9 +15,10 @@ import pytest
 from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
-    "cli": {"trainers", "testing"},
+    "cli": {"trainers", "http", "testing"},
     # testing only by name, "module:function"
     "trainers": {"collectors", "objectives", "_compat_memory", "_compat_transformers"},
+    "http": {"collectors"},
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     # both ends: the sender's, which calls an engine by its verbs, and the workers'
@@ -57,6 +58,7 @@ ONLY_IN_FUNCTIONS = {
 PLACES: dict[str, tuple[str, ...]] = {
     "vllm": (
         "modules.backends.vllm",
+        "http",  # its own server code, over our service
         "_compat",
         "weight_update.transports.nccl",  # both ends of vLLM's own weight transfer
     ),
@@ -152,6 +154,8 @@ def test_the_rooms_form_a_dag() -> None:
         ("data/x.py", "def f():\n    import torchrl_moe.objectives.functional"),
         ("collectors/x.py", "from torchrl_moe.trainers.prompt_sources import PromptSet"),
         ("trainers/x.py", "from torchrl_moe.testing import make_tiny_moe"),
+        ("http/x.py", "from torchrl_moe.trainers.prompt_sources import PromptSet"),
+        ("collectors/x.py", "from torchrl_moe.http import serve_http"),
         ("testing/x.py", "from torchrl_moe.trainers.prompt_sources import PromptSet"),
         ("objectives/grpo.py", "from torchrl_moe.modules.replay import RouterReplay"),
         ("objectives/grpo.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.replay import RouterReplay"),

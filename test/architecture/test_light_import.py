@@ -20,6 +20,7 @@ LIGHT = {
     f"from {PACKAGE}.data import *": "data/__init__.py",
     f"from {PACKAGE}.ops import *": "ops/__init__.py",
     f"import {PACKAGE}.objectives.functional": "objectives/functional.py",
+    f"import {PACKAGE}.http": "http/__init__.py",
     f"from {PACKAGE}.modules import LoadBalancer, Lease": "modules/serving/balancer.py",
     f"from {PACKAGE}.modules import AsyncVLLM": "modules/serving/async_vllm.py",
 }
@@ -53,6 +54,11 @@ def loaded() -> dict[str, list[str]]:
 @pytest.mark.parametrize("statement", BUILT)
 def test_it_loads_nothing_heavy(statement: str, loaded: dict[str, list[str]]) -> None:
     assert loaded[statement] == []
+
+
+def test_a_server_loads_vllm_once_it_is_started() -> None:
+    statement = f"from {PACKAGE}.http import serve_http"
+    assert loaded_after(statement, heavy=("ray", "vllm")) == {statement: []}
 
 
 def test_a_replicas_actor_in_ray_which_passes_messages_on_does_not_import_torch() -> None:

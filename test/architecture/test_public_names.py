@@ -21,8 +21,9 @@ PUBLIC: dict[str, str] = {
     "data": "KeptTokens RoutedExperts UNSET_EXPERT",
     "errors": "CollectionError CollectionStalledError DigestMismatch DivergedError EngineError GenerationTimeout "
     "ManifestMismatch MissingEntryError NoReplicaError RankError ReplayError ReplicaDiedError RequestRefusedError "
-    "RouteShapeError RouteValueError RoutingError StaleReplicaError SyncTimeout TorchRLMoEError UnsupportedRouterError "
-    "WeightSyncError WeightsOwnedError",
+    "RouteShapeError RouteValueError RoutingError SessionClosedError SessionError SessionLimitError StaleReplicaError "
+    "SyncTimeout TorchRLMoEError UnsupportedRouterError WeightSyncError WeightsOwnedError",
+    "http": "HarnessEnv HttpServer Limits load_trajectories run_process serve_http",
     "modules": "AsyncVLLM ChatHistory LLMWrapperBase Lease LoadBalancer LogProbs Masks RouterReplay Text Tokens "
     "TransformersWrapper UnsupportedRouterError make_async_vllm_engine probe_replay vLLMWrapper",
     "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMDoubleBufferTransport "

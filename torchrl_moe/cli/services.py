@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
 __all__ = [
-    "COMMAND", "DTYPES", "ENGINES", "Exported", "LocalDriver", "Service", "add_engine_arguments", "check_engine",
-    "check_installed", "connected", "engine_arguments", "local_drivers", "started", "table",
+    "COMMAND", "DTYPES", "ENGINES", "Exported", "LocalDriver", "Service", "add_engine_arg", "add_engine_arguments",
+    "check_engine", "check_installed", "connected", "engine_arguments", "local_drivers", "started", "table",
 ]  # fmt: skip
 
 TITLE = "torchrl_moe::"
@@ -323,6 +323,11 @@ MOST_TOKENS = 2048
 def add_engine_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Add the options of every command that starts an engine."""
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype of the engine (default: {dtype})")
+    add_engine_arg(parser)
+
+
+def add_engine_arg(parser: argparse.ArgumentParser) -> None:
+    """Add the option for any other argument of an engine."""
     parser.add_argument(
         "--engine-arg",
         action="append",

@@ -19,7 +19,9 @@ from torchrl_moe.modules.serving.service import GenerationService
 Policy: TypeAlias = "Callable[[TensorDictBase], TensorDictBase]"
 GroupFilter: TypeAlias = "Callable[[TensorDictBase], bool]"
 """Whether to train on a group, ``[rows]``."""
-EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
+Runs: TypeAlias = "EnvBase | EpisodeFunction | Workflow"
+"""An environment, the async function that runs a sample, or what runs it in its own way."""
+EnvLike: TypeAlias = "Runs | Callable[[], EnvBase]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +164,7 @@ def policy_of(policy: Policy | None, factory: Callable[[], Policy] | None) -> vL
 class Source(NamedTuple):
     """Where samples come from."""
 
-    env: EnvBase | EpisodeFunction
-    """An environment, or the async function that runs a sample."""
+    env: Runs
     make: Callable[[], EnvBase] | None
     """Makes more environments; ``None``: the given one is copied."""
     dataloader: Iterable[object]
@@ -192,9 +193,11 @@ def _data(dataloader: Iterable[object] | None) -> Iterable[object]:
     return dataloader
 
 
-def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) -> EnvironmentPool | Workflow:
+def pool_of(env: Runs, make: Callable[[], EnvBase] | None) -> EnvironmentPool | Workflow:
     """Return what runs samples, in environments or by an async function."""
-    return EnvironmentPool(env, make) if isinstance(env, EnvBase) else Workflow(env)
+    if isinstance(env, EnvBase):
+        return EnvironmentPool(env, make)
+    return env if isinstance(env, Workflow) else Workflow(env)
 
 
 def groups_in_batch(groups: int | None, turns: int | None, group_size: int) -> int:

@@ -307,7 +307,7 @@ class Rollouts:
             if len(rewarded) < min(2, len(episodes)):  # an environment of a whole group is one episode
                 raise ValueError(
                     f"{len(episodes) - len(rewarded)} of {len(episodes)} answers have no reward (None was returned for "
-                    f"them): a group needs at least {min(2, len(episodes))} that have"
+                    f"them, or a harness made no call): a group needs at least {min(2, len(episodes))} that have"
                 )
             group.complete(rewarded, self._settings.only_last_turns, self._settings.track_policy_version)
             self._progress_at, self._has_completed = time.monotonic(), True

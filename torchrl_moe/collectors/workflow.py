@@ -251,7 +251,9 @@ writes into ``data``, ``[]``, is copied to each of its rows."""
 
 
 def is_episode_function(env: object) -> bool:
-    """Whether this is an async function, or an object whose call is one."""
+    """Whether this is an async function, an object whose call is one, or what runs samples in its own way."""
+    if isinstance(env, Workflow):
+        return True
     is_object = callable(env) and not isinstance(env, type)
     return inspect.iscoroutinefunction(env) or (is_object and inspect.iscoroutinefunction(type(env).__call__))
 
@@ -262,9 +264,13 @@ class Workflow:
     group_size = 1
     """Samples that are run together."""
 
-    def __init__(self, function: EpisodeFunction) -> None:
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
         self._function = function
-        self._threads = Threads(MOST_THREADS, "torchrl_moe-workflow")
+        self._threads = self._new_threads()
+
+    @staticmethod
+    def _new_threads() -> Threads:
+        return Threads(MOST_THREADS, "torchrl_moe-workflow")
 
     async def play(
         self,
@@ -278,7 +284,7 @@ class Workflow:
         """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``."""
         data = data.copy()
         asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
-        clock = _Clock(timeout)
+        clock = Clock(timeout)
 
         # the time that the engine takes is not the function's
         async def timed(request: SampleRequest, index: int) -> Completion:
@@ -303,7 +309,7 @@ class Workflow:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _Clock:
+class Clock:
     """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again."""
 
     def __init__(self, seconds: float | None) -> None:
@@ -386,6 +392,7 @@ class Answers:
         if had is None or not _fits(had, arguments, version):
             return named
         del named["prompt_token_ids"]
+        named.pop("routed_experts", None)  # the answer has its own
         return {**named, "resume": had[0]}
 
     def add(self, position: int, sample: int, completion: Completion) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -36,6 +36,7 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaInfo,
     ReplicaStats,
     Request,
+    Tell,
 )
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
@@ -116,6 +117,8 @@ class _Running:
     limit: int = 0
     tokens: int = 0  # beyond those that it resumes
     aborted: bool = False
+    tell: Tell | None = None  # if it streams
+    told: int = 0  # of its tokens
     nudge: asyncio.Event = field(default_factory=asyncio.Event)  # what it waits for may have changed
 
 
@@ -221,15 +224,15 @@ class FakeReplica(Replica):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    def submit(self, requests: Sequence[Request], tell: Tell | None = None) -> list[Future[Completion]]:
         """Answer at once, or in a task per request if tokens take time or the replica is paused."""
-        return [self._begin(request) for request in requests]
+        return [self._begin(request, tell if request.stream else None) for request in requests]
 
-    def _begin(self, request: Request) -> Future[Completion]:
+    def _begin(self, request: Request, tell: Tell | None) -> Future[Completion]:
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # an engine's request is aborted; its future cannot be cancelled
         # The options first: they are functions of the test, which may take locks of their own.
-        entry = _Running(request, future, time.monotonic())
+        entry = _Running(request, future, time.monotonic(), tell=tell)
         seconds = self.token_seconds(request) if callable(self.token_seconds) else self.token_seconds
         reason = self.refuse(request) if self.refuse else None
         try:
@@ -281,11 +284,26 @@ class FakeReplica(Replica):
             except TimeoutError:
                 with self._changed:  # so that a pause that has begun is not overtaken
                     entry.tokens += not self._holds(entry)
+                    self._tell_part(entry)
         with self._changed:
             if self._running.pop(entry.request.request_id, None) is None:
                 return  # it died, which has failed the future
             self._changed.notify_all()
         entry.future.set_result(self._complete(entry))
+
+    def _tell_part(self, entry: _Running) -> None:
+        """Tell the new tokens of a request that streams, but for its last; its death comes before or after."""
+        if entry.tell is None or self._dead is not None or not entry.told < entry.tokens < entry.limit:
+            return
+        so_far, had = self._so_far(entry), entry.request.resume
+        outputs = []
+        for output in so_far.outputs:
+            first = entry.told + (0 if had is None else len(had.outputs[output.index].token_ids))
+            if output.finish_reason == "abort":
+                outputs.append(output.after(first, len(self._model().text(output.token_ids[:first]))))
+        prompt = so_far.prompt_token_ids if not entry.told and had is None else so_far.prompt_token_ids[:0]
+        entry.told = entry.tokens
+        entry.tell([replace(so_far, prompt_token_ids=prompt, outputs=outputs, finished=False)])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their tokens so far are returned with ``finish_reason="abort"``."""

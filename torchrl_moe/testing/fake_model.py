@@ -63,7 +63,8 @@ class FakeModel:
         if first is not None and not len(first.token_ids):
             first = None  # cut before its first token: it begins again
         had = [] if first is None else first.token_ids.tolist()
-        known_rows = len(prompt) + len(had) - 1 if had else 0  # of the first part, which the whole keeps
+        # of the first part, which the whole keeps
+        known_rows = len(prompt) + len(had) - 1 if first is not None and first.routed_experts is not None else 0
         ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
         scripted = self._scripted(prompt.tolist())
         length = limit if scripted is None else min(limit, len(scripted))
@@ -85,6 +86,10 @@ class FakeModel:
         plain = SimpleNamespace(detokenize=False)
         whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
         return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may fall within a character
+
+    def text(self, token_ids: NDArray[np.int64]) -> str:
+        """Return the text of an answer's tokens."""
+        return _text(token_ids.tolist())
 
     def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens ``[P]``, if requested: those of a first answer.

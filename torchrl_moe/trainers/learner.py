@@ -459,7 +459,8 @@ class _Found:
 
 
 def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
-    return MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is needed
+    # no percentile is needed; a row of several turns has tokens between them that nothing sampled
+    return MismatchMetrics(sample_size=1, thresholds=thresholds, masking_strategy="rlhf")
 
 
 def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:

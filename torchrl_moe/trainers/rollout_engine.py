@@ -327,7 +327,7 @@ class RolloutSource:
             raise ConfigError(
                 "dataset and env: give one of them, or a dataset and an async function that plays a sample"
             )
-        if not (isinstance(env, EnvBase) or callable(env)):
+        if not (isinstance(env, EnvBase) or callable(env) or is_episode_function(env)):
             raise ConfigError(
                 "env must be an environment, a callable that makes one, or an async function that plays a sample, got "
                 f"{type(env).__name__}"

@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,9 @@ __all__ = [
     "Scoring",
     "StageReport",
     "SwapReport",
+    "Tell",
     "WeightClaim",
+    "joined",
     "leaves_ids_out",
     "name_kept",
     "nothing_yet",
@@ -146,6 +148,10 @@ class KeptIds:
         """Return the kept ids of the first ``tokens`` tokens."""
         sizes = self.sizes[:tokens]
         return KeptIds(self.ids[: int(np.abs(sizes).sum())], sizes)
+
+    def after(self, tokens: int) -> KeptIds:
+        """Return the kept ids of all but the first ``tokens`` tokens."""
+        return KeptIds(self.ids[int(np.abs(self.sizes[:tokens]).sum()) :], self.sizes[tokens:])
 
     @classmethod
     def join(cls, parts: Sequence[KeptIds | None], tokens: Sequence[int]) -> KeptIds | None:
@@ -326,7 +332,7 @@ class Request:
     holds the answers so far: those that were cut short continue from their last tokens. ``routed_experts``, integers
     ``[rows, L, K]`` with rows <= P, are followed for the first positions, -1 where the model routes. ``on_resume`` says
     how tokens that were routed once are read again; ``None``: forced if the engine can, else live. ``scoring`` asks for
-    the log-probs of the prompt's own tokens.
+    the log-probs of the prompt's own tokens. ``stream`` asks for parts of the answers as they come, see :class:`Tell`.
     """
 
     request_id: str
@@ -341,6 +347,7 @@ class Request:
     routed_experts: NDArray[np.integer] | None = None
     on_resume: OnResume | None = None
     scoring: Scoring | None = None
+    stream: bool = False
 
     def param(self, name: str) -> Any:
         """Return a sampling parameter as the user gave it; ``None`` if it was not given."""
@@ -397,6 +404,18 @@ class CompletionOutput:
     resume: OnResume | Literal["none"] = "none"
 
     __setstate__ = _restore
+
+    def after(self, tokens: int, characters: int) -> CompletionOutput:
+        """Return what it has beyond its first tokens and the characters of its text that were told, without routes."""
+        return replace(
+            self,
+            token_ids=self.token_ids[tokens:],
+            text=self.text[characters:],
+            policy_versions=self.policy_versions[tokens:],
+            logprobs=None if self.logprobs is None else self.logprobs[tokens:],
+            routed_experts=None,
+            kept=None if self.kept is None else self.kept.after(tokens),
+        )
 
     def __repr__(self) -> str:
         routes = None if self.routed_experts is None else list(self.routed_experts.shape)
@@ -467,6 +486,43 @@ def nothing_yet(request: Request) -> Completion:
     )
 
 
+def joined(request: Request, parts: Sequence[Completion]) -> Completion:
+    """Return what a request that streams has so far, as a completion to resume; it has no routes."""
+    nothing = nothing_yet(request)
+    pieces: list[list[CompletionOutput]] = [[output] for output in nothing.outputs]
+    for part in parts:
+        for output in part.outputs:
+            pieces[output.index].append(output)
+    prompts = [part.prompt_token_ids for part in parts if len(part.prompt_token_ids)]
+    return replace(
+        nothing,
+        prompt_token_ids=prompts[0] if prompts else nothing.prompt_token_ids,
+        outputs=[_in_a_row(of_answer) for of_answer in pieces],
+    )
+
+
+def _in_a_row(outputs: Sequence[CompletionOutput]) -> CompletionOutput:
+    logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
+    return replace(
+        outputs[-1],
+        token_ids=np.concatenate([output.token_ids for output in outputs]),
+        text="".join(output.text for output in outputs),
+        policy_versions=np.concatenate([output.policy_versions for output in outputs]),
+        logprobs=np.concatenate(logprobs) if len(logprobs) == len(outputs) else None,
+        routed_experts=None,
+        kept=KeptIds.join([output.kept for output in outputs], [len(output.token_ids) for output in outputs]),
+    )
+
+
+Tell: TypeAlias = "Callable[[Sequence[Completion]], object]"
+"""Takes parts of the answers of requests that stream: what each has gained since its last part, in order.
+
+A part is a completion that is not ``finished``. Its answers hold new tokens only, with their text, log-probs, versions
+and kept ids, and count as cut. Routes, and the end of an answer, come with the whole completion, which does not build
+on the parts. Text may hold the beginning of a stop string. Only the first part of a request has its prompt's ids.
+"""
+
+
 class Replica(abc.ABC):
     """One engine as the service sees it, wherever it runs. Its lifecycle, in order::
 
@@ -510,8 +566,11 @@ class Replica(abc.ABC):
         """Wait until the engine serves; raises an ``EngineError`` past ``timeout`` seconds."""
 
     @abc.abstractmethod
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Send requests; a future fails with ``ValueError`` if the engine refuses its request."""
+    def submit(self, requests: Sequence[Request], tell: Tell | None = None) -> list[Future[Completion]]:
+        """Send requests; a future fails with ``ValueError`` if the engine refuses its request.
+
+        ``tell`` is given the parts of those that stream, from any thread; an engine need not have any.
+        """
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:

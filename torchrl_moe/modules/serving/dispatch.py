@@ -24,8 +24,8 @@ from functools import partial
 
 from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request
-from torchrl_moe.modules.serving.event_loop import EventLoop, wake
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Tell
+from torchrl_moe.modules.serving.event_loop import EventLoop, tell, wake
 from torchrl_moe.modules.serving.in_flight import (
     ALONE_SECONDS,
     Call,
@@ -49,8 +49,9 @@ LOG = logging.getLogger(__name__)
 class Submissions:
     """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop."""
 
-    def __init__(self, loop: EventLoop) -> None:
+    def __init__(self, loop: EventLoop, find: Callable[[str], InFlight | None] = lambda _: None) -> None:
         self._loop = loop
+        self._find = find  # a request by its id
         self._outgoing: dict[Replica, dict[InFlight, asyncio.Future[Completion]]] = {}  # by replica
         self._lock = threading.Lock()
         self._back: list[tuple[asyncio.Future[Completion], Future[Completion]]] = []  # other threads add to it
@@ -72,9 +73,19 @@ class Submissions:
     def _send_all(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, requests in outgoing.items():
-            futures = _submit(replica, [request.request for request in requests]) if requests else ()
+            streams = any(request.request.stream for request in requests)
+            tell = self._tell_later if streams else None
+            futures = _submit(replica, [request.request for request in requests], tell) if requests else ()
             for answer, future in zip(requests.values(), futures, strict=True):
                 future.add_done_callback(partial(self._take_back, answer))
+
+    def _tell_later(self, parts: Sequence[Completion]) -> None:
+        self._loop.call(self._tell, parts)
+
+    def _tell(self, parts: Sequence[Completion]) -> None:
+        for part in parts:
+            if (request := self._find(part.request_id)) is not None:
+                request.tell(part)
 
     def _take_back(self, answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
         """Note the end of a request; called from any thread."""
@@ -104,10 +115,12 @@ def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> N
         answer.set_exception(error)
 
 
-def _submit(replica: Replica, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
+def _submit(replica: Replica, requests: Sequence[Request], tell: Tell | None) -> Sequence[Future[Completion]]:
     """Send requests. If that fails, perhaps after some were sent, the error is the outcome of all of them."""
     try:
-        futures: Sequence[Future[Completion]] = replica.submit(requests)
+        futures: Sequence[Future[Completion]] = (
+            replica.submit(requests) if tell is None else replica.submit(requests, tell)
+        )
     except BaseException as error:
         failed: Future[Completion] = Future()
         failed.set_exception(error)
@@ -216,7 +229,7 @@ class Dispatcher:
         self._open: dict[str, InFlight] = {}
         self._unplaced = Unplaced(table)  # requests that no replica took
         self._suspects = Suspects(table)  # requests under which a replica died
-        self._submissions = Submissions(self._loop)
+        self._submissions = Submissions(self._loop, self._open.get)
         self._admitting = False
         self._closed = ""  # why, if it is
         self._retrying = False  # other threads set it, under the table's lock
@@ -249,11 +262,16 @@ class Dispatcher:
             raise EngineError("the service was shut down")
         return call.result()
 
-    async def run_async(self, call: Call) -> list[Completion]:
-        """:meth:`run` in the caller's event loop, without a waiting thread; cancelling it aborts the requests."""
+    async def run_async(self, call: Call, on_part: Callable[[Completion], object] | None = None) -> list[Completion]:
+        """:meth:`run` in the caller's event loop, without a waiting thread; cancelling it aborts the requests.
+
+        ``on_part`` is called there with what comes before the end.
+        """
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         call.on_over = partial(wake, loop, over)
+        if on_part is not None:
+            call.on_part = partial(tell, loop, on_part)
         if not self._loop.call(self._begin, call):
             raise EngineError("the service was shut down")
         try:
@@ -440,6 +458,7 @@ class Dispatcher:
         """Return whether a request must be alone at its next try; raise if it is given up."""
         lease, request.lease = request.lease, None
         assert lease is not None
+        request.keep_parts()
         entry = self._table[lease.index]
         # a replica that was removed, or was dead before, was not killed by this request
         counts = not (entry.leaving or request.met_dead)

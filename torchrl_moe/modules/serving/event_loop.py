@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from torchrl_moe.errors import EngineError
 
-__all__ = ["EventLoop", "NoThreadError", "in_thread", "wake"]
+__all__ = ["EventLoop", "NoThreadError", "in_thread", "tell", "wake"]
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -192,6 +192,12 @@ def wake(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None]) -> None
     """End a wait in another loop, from any thread. Nothing happens if that loop was closed under its own tasks."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_end_wait, waiting)
+
+
+def tell(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], value: T) -> None:
+    """Call a function in another loop, from any thread, as :func:`wake` does; calls keep their order."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, value)
 
 
 def _end_wait(waiting: asyncio.Future[None]) -> None:

@@ -22,10 +22,12 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request, nothing_yet
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, joined, nothing_yet
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -71,6 +73,7 @@ class InFlight:
     outcome: Completion | None = None
     error: BaseException | None = None
     task: asyncio.Task[None] | None = None  # that serves it, from its first place on
+    parts: list[Completion] = field(default_factory=list)  # of one that streams, which its caller has
     _pause: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
@@ -97,6 +100,19 @@ class InFlight:
         """Note that its replica died; a removed replica does not count as a death."""
         self.death, self.refusal = error, None
         self.deaths += counts
+
+    def tell(self, part: Completion) -> None:
+        """Report a part of its answers."""
+        if not self.is_over and not self.dropped:
+            self.parts.append(part)
+            self.call.on_part(part)
+
+    def keep_parts(self) -> None:
+        """Continue after what its caller has, on another replica: the one that had the rest is gone."""
+        if self.parts:
+            so_far, self.parts = joined(self.request, self.parts), []
+            ids = so_far.prompt_token_ids.astype(np.int32)
+            self.request = replace(self.request, prompt=None, prompt_token_ids=ids, resume=so_far)
 
     def given_up(self) -> ReplicaDiedError:
         """Return the error for a request under which too many replicas died."""
@@ -125,8 +141,8 @@ class Call:
     """The requests of one ``generate``, which end together."""
 
     __slots__ = (
-        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "requests", "timeout",
-        "timer", "unfinished",
+        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "on_part", "over", "requests",
+        "timeout", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -152,6 +168,7 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
         self.over = False
         self.on_over: Callable[[], object] = lambda: None
+        self.on_part: Callable[[Completion], object] = lambda _: None
 
     def tell(self, completion: Completion) -> None:
         """Report a completion to ``finished``; an error there ends the reports, not the call."""

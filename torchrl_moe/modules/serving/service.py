@@ -17,6 +17,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -489,11 +490,19 @@ class GenerationService:
         return_routed_experts: bool = True,
         routed_experts: object = None,
         on_resume: OnResume | None = None,
+        on_part: Callable[[Completion], object] | None = None,
     ) -> Completion:
         """Generate for one prompt without blocking the event loop; arguments as in :meth:`generate`.
 
         Cancelling the task aborts the request. A request aborted by :meth:`abort` returns its tokens so far, with
         ``finish_reason="abort"``.
+
+        ``on_part`` is called in this event loop with what the answers gain, at most 20 times a second: a completion
+        that is not ``finished``, whose answers hold new tokens, their text, log-probs and versions. No token comes
+        twice, and the completion that is returned begins with them, whatever happens to replicas and weights meanwhile.
+        Text may hold the beginning of a stop string, which the whole answer then lacks. What would start again if a
+        weight update cut it (a grammar, penalties, bad words) comes with the whole answer only, as does each answer's
+        end, and everything from an engine that has no parts.
         """
         self._check_running("agenerate")
         batch = normalise_prompts(prompt, prompt_token_ids, resume)
@@ -507,6 +516,8 @@ class GenerationService:
         )
         (followed,) = rows_each(routed_experts, batch)
         request = make_request(item, request_id=name, priority=turn, routed_experts=followed, **common)
+        if on_part is not None:
+            request = replace(request, stream=True)
         done = self._check_resumes([request])
         where = placements(
             1,
@@ -518,7 +529,7 @@ class GenerationService:
         )
         call = Call(self.load_balancer, [request], where, check_timeout(timeout_seconds))
         with self.metrics.call(1 - len(done), done) as finished:
-            completions = await self._dispatcher.run_async(call)
+            completions = await self._dispatcher.run_async(call, on_part)
             finished(completions)
         return completions[0]
 

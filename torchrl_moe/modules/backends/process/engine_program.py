@@ -6,7 +6,7 @@ socket, or the end of the driver's process, ends it.
 
 Messages in, by kind: ``configure`` (a pickle of the engine's arguments), ``generate`` (requests), ``abort`` (their
 ids), ``call`` (number, verb, arguments), ``left`` (a driver is gone), ``shutdown``.
-Messages out: ``ready`` (info), ``failed`` (text), ``completions``, ``refused`` (request id, kind of error, text),
+Messages out: ``ready`` (info), ``failed`` (text), ``completions``, ``parts``, ``refused`` (request id, kind, text),
 ``result`` (number, value), ``error`` (number, kind of error, text), ``stats``, ``died`` (text).
 """
 
@@ -369,6 +369,15 @@ class EngineProgram(Engine):
         completion.request_id = own
         self._send(("completions", driver, completion))
 
+    def tell(self, parts: Sequence[Completion]) -> None:
+        """Send parts of answers to the drivers that asked for them."""
+        of_drivers: dict[str, list[Completion]] = {}
+        for part in parts:
+            driver, _, part.request_id = part.request_id.partition(SEPARATOR)
+            of_drivers.setdefault(driver, []).append(part)
+        for driver, of_one in of_drivers.items():
+            self._send(("parts", driver, of_one))
+
     def refuse(self, request_id: str, error: BaseException) -> None:
         """Report to its driver that a request failed."""
         driver, own = self._whose(request_id)
@@ -483,6 +492,8 @@ def _size(message: link.Message) -> int:
     kind, _, body = message
     if kind == "completions":
         return SMALL_BYTES + link.completion_bytes(body)
+    if kind == "parts":
+        return sum(SMALL_BYTES + link.completion_bytes(part) for part in body)
     return SMALL_BYTES + (sum(len(frame) for frame in body) if kind == "encoded" else 0)
 
 

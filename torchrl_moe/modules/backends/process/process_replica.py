@@ -26,7 +26,7 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
-from torchrl_moe.modules.backends.replica import Completion, Replica, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, Replica, ReplicaInfo, ReplicaStats, Request, Tell
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
@@ -69,6 +69,7 @@ class EngineReplica(Replica, Generic[LinkT]):
         self._numbers = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
+        self._tell: dict[str, Tell] = {}  # of those that stream
         self._calls: dict[int, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
         self._stats: ReplicaStats | None = None
@@ -138,7 +139,7 @@ class EngineReplica(Replica, Generic[LinkT]):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    def submit(self, requests: Sequence[Request], tell: Tell | None = None) -> list[Future[Completion]]:
         """Send requests in one message; see the protocol. A request id must not be in flight already."""
         child = self._started()
         futures: list[Future[Completion]] = [Future() for _ in requests]
@@ -154,6 +155,8 @@ class EngineReplica(Replica, Generic[LinkT]):
                     )
                 else:
                     self._requests[request.request_id] = future
+                    if request.stream and tell is not None:
+                        self._tell[request.request_id] = tell
                     sent.append(request)
         if sent:
             self._send(child, sent)
@@ -211,6 +214,8 @@ class EngineReplica(Replica, Generic[LinkT]):
                 self._resolve(self._requests, completion.request_id, completion)
         elif kind == "refused":
             self._resolve(self._requests, body[0], _error(*body[1:]))
+        elif kind == "parts":
+            self._tell_parts(self._stamped(body))
         elif kind == "result":
             number, tag, value = body
             value = _value(tag, value)
@@ -230,6 +235,16 @@ class EngineReplica(Replica, Generic[LinkT]):
         else:
             self._fail_all(f"replica {self.index} died: {_with_cause(body, self._tail())}")
 
+    def _tell_parts(self, parts: list[Completion]) -> None:
+        """Pass parts on, together; a part may come after the whole, and is then nobody's."""
+        wanted: dict[Tell, list[Completion]] = {}
+        with self._lock:
+            for part in parts:
+                if (tell := self._tell.get(part.request_id)) is not None:
+                    wanted.setdefault(tell, []).append(part)
+        for tell, of_one in wanted.items():
+            tell(of_one)
+
     def _stamped(self, completions: list[Completion]) -> list[Completion]:
         for completion in completions:
             completion.metrics.replica = self.index
@@ -238,6 +253,8 @@ class EngineReplica(Replica, Generic[LinkT]):
     def _resolve(self, table: dict[K, Future[T]], key: K, value: T | Exception) -> None:
         with self._lock:
             future = table.pop(key, None)
+            if isinstance(key, str):
+                self._tell.pop(key, None)
         if future is not None and future.set_running_or_notify_cancel():
             if isinstance(value, Exception):
                 future.set_exception(value)
@@ -253,6 +270,7 @@ class EngineReplica(Replica, Generic[LinkT]):
             self._death = reason
             waiting: list[Future[Any]] = [*self._requests.values(), *self._calls.values()]
             self._requests.clear()
+            self._tell.clear()
             self._calls.clear()
         for future in waiting:
             if future.set_running_or_notify_cancel():

@@ -123,7 +123,10 @@ def join(
         text=text,
         policy_versions=np.concatenate([first.policy_versions, rest.policy_versions]),
         logprobs=_concatenated(first.logprobs, rest.logprobs),
-        routed_experts=_concatenated(first.routed_experts, rest.routed_experts),
+        # of one whose replica died, only tokens were delivered: the rest then has all rows
+        routed_experts=rest.routed_experts
+        if first.routed_experts is None
+        else _concatenated(first.routed_experts, rest.routed_experts),
         kept=KeptIds.join([first.kept, rest.kept], [len(first.token_ids), len(rest.token_ids)]),
         resume=how,
     )
@@ -179,12 +182,13 @@ def _first_match(
 
 def _ended(rest: CompletionOutput, count: int, stop: str) -> CompletionOutput:
     """Return the first ``count`` tokens of the rest, as ended by a stop string."""
+    rows, dropped = rest.routed_experts, len(rest.token_ids) - count
     return replace(
         rest,
         token_ids=rest.token_ids[:count],
         policy_versions=rest.policy_versions[:count],
         logprobs=None if rest.logprobs is None else rest.logprobs[:count],
-        routed_experts=None if rest.routed_experts is None else rest.routed_experts[:count],
+        routed_experts=None if rows is None else rows[: len(rows) - dropped],
         kept=None if rest.kept is None else rest.kept.first(count),
         finish_reason="stop",
         stop_reason=stop,

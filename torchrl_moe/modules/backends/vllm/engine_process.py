@@ -177,6 +177,7 @@ class EngineProcess(EngineProgram):
                 why_unscored(engine.model_config),
                 engine.model_config.get_vocab_size(),
             ),
+            tell=self.tell,
         )
         self.sleeping = EngineSleep(engine, self.weights)
         adapters = AdapterVersions(engine, self.requests, self.sleeping.check_awake)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -225,6 +226,11 @@ def forced_of(request: SchedulerRequest) -> Forced:
 
 T = TypeVar("T")
 ABORT_SECONDS = 0.01
+PART_SECONDS, SECONDS_PER_STREAM = 0.05, 0.004
+"""Between two parts of a request: the first, or the second for each request that streams, if that is longer.
+
+A part costs up to half a millisecond on its way to a client, so all together they take no more than a tenth of a core.
+"""
 
 
 class Weights(Protocol):
@@ -255,6 +261,8 @@ class Running:
     kept: int = 0  # tokens of what it resumes
     first: Completion | None = None  # what vLLM gave first, once something of that is kept
     answers: dict[int, CompletionOutput] = field(default_factory=dict)  # what is kept of each
+    told: dict[int, tuple[int, int]] | None = None  # of one that streams: tokens and characters sent of each answer
+    told_at: float = 0.0
 
 
 class EngineRequests:
@@ -268,6 +276,7 @@ class EngineRequests:
         refuse: Callable[[str, BaseException], None],
         sampling: SamplingParamsBuilder | None = None,
         routes: RequestRoutes | None = None,
+        tell: Callable[[list[Completion]], None] = lambda _: None,
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -277,6 +286,8 @@ class EngineRequests:
         self.seconds = 0.0
         self._send = send
         self._refuse = refuse
+        self._tell = tell
+        self._telling = False
         self._open: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._sampling = sampling or SamplingParamsBuilder()
@@ -327,6 +338,8 @@ class EngineRequests:
         params = self._sampling(request.sampling_params, request.guided_options)
         if getattr(params, "bad_words", None):
             check_bad_words(params, self.engine.get_tokenizer())
+        if request.stream and continuation.can_continue(params):  # else it may start again, and be another answer
+            self._stream(running)
         completion, part = await self._first(running, params)
         # nothing to keep: all answers start again, together
         while not any(part.keeps(output, params) for output in completion.outputs):
@@ -445,6 +458,8 @@ class EngineRequests:
             rest = continuation.request_for_rest(running.request, self._name(running.request), prompt_ids, kept, rows)
             on_resume: OnResume = "live" if rows is None else "forced"
             how = continuation.sampling_for_rest(params, index, len(prompt_ids), kept, decode)
+            if kept is not None and kept.routed_experts is None:
+                how.routed_experts_prompt_start = 0  # they are gone with its replica: all are read again
             more, part = await self._ask(running, rest, how, index)
             (output,) = more.outputs
             over = part.over(output)
@@ -459,6 +474,65 @@ class EngineRequests:
         text: str = self.engine.get_tokenizer().decode(ids, skip_special_tokens=params.skip_special_tokens)
         return text
 
+    # -- parts of answers, for requests that stream ----------------------------------------------------------------
+
+    def _stream(self, running: Running) -> None:
+        given = running.request.resume
+        outputs = [] if given is None else given.outputs
+        running.told = {output.index: (len(output.token_ids), len(output.text)) for output in outputs}
+        if not self._telling:
+            self._telling = True
+            self._spawn(self._tell_parts())
+
+    async def _tell_parts(self) -> None:
+        """Send what there is to tell, a few times a second, while a request streams."""
+        try:
+            while any(running.told is not None for running in self._open.values()):
+                await asyncio.sleep(PART_SECONDS)
+                await self.weights.salt()  # during a swap it is not known which tokens stay
+                streams = [running for running in self._open.values() if running.told is not None]
+                told_by = time.monotonic() - max(PART_SECONDS, SECONDS_PER_STREAM * len(streams))
+                if parts := self._new_parts([running for running in streams if running.told_at <= told_by]):
+                    self._tell(parts)
+        finally:
+            self._telling = False
+
+    def _new_parts(self, streams: Sequence[Running]) -> list[Completion]:
+        names: set[str] = set()
+        since: dict[str, Mapping[int, int]] = {}
+        for running in streams:
+            assert running.told is not None
+            names |= {part.name for part in running.parts}
+            if running.first is None and running.request.resume is None:
+                # one run of vLLM, from the prompt: what is known of it need not be read again
+                known = {index: tokens for index, (tokens, _) in running.told.items()}
+                since |= {part.name: known for part in running.parts}
+        live = _compat.running_outputs(self.engine, names, since)
+        found = []
+        for running in streams:
+            in_one_run = any(part.name in since for part in running.parts)
+            part = self._part(running, self._so_far(running, live, since), in_one_run)
+            if part.outputs:
+                running.told_at = time.monotonic()
+                found.append(part)
+        return found
+
+    def _part(self, running: Running, so_far: Completion, in_one_run: bool) -> Completion:
+        """Return what was not told yet; ``so_far`` has only new tokens if they are all of one run, else all."""
+        told, outputs = running.told, []
+        assert told is not None
+        is_first = not told
+        for output in so_far.outputs:
+            tokens, characters = told.get(output.index, (0, 0))
+            first = 0 if in_one_run else tokens
+            new = len(output.token_ids) - first
+            if new <= 0 or output.finish_reason != "abort":  # an end is told with the whole: it may cut text off
+                continue
+            told[output.index] = tokens + new, max(len(output.text), characters)
+            outputs.append(output.after(first, characters))
+        prompt = so_far.prompt_token_ids if is_first else so_far.prompt_token_ids[:0]
+        return replace(so_far, prompt=None, prompt_token_ids=prompt, outputs=outputs, finished=False)
+
     # -- what there is of them so far -------------------------------------------------------------------------------
 
     async def snapshot(self) -> list[Completion]:
@@ -470,11 +544,18 @@ class EngineRequests:
         live = _compat.running_outputs(self.engine)
         return [self._so_far(running, live) for running in self._open.values()]
 
-    def _so_far(self, running: Running, live: Mapping[str, RequestOutput]) -> Completion:
+    def _so_far(
+        self,
+        running: Running,
+        live: Mapping[str, RequestOutput],
+        since: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
+    ) -> Completion:
         """Return what a request has so far, from the outputs that vLLM has of its parts."""
         request = running.request
         parts = {
-            part.answer: self._of_part(part, request, live[part.name]) for part in running.parts if part.name in live
+            part.answer: self._of_part(part, request, live[part.name], since.get(part.name, {}))
+            for part in running.parts
+            if part.name in live
         }
         if running.first is None:
             whole = parts.get(None) or nothing_yet(request)
@@ -497,10 +578,15 @@ class EngineRequests:
         prompt = running.first.prompt if request.resume is None else request.resume.prompt
         return replace(running.first, request_id=request.request_id, prompt=prompt, outputs=outputs)
 
-    def _of_part(self, part: Part, request: Request, output: RequestOutput) -> Completion:
+    def _of_part(self, part: Part, request: Request, output: RequestOutput, known: Mapping[int, int]) -> Completion:
         version = self.weights.version if part.version is None else part.version
         completion = completion_from_vllm(output, replace(request, request_id=part.name), version)
-        return self._noted(self.weights.stamp(completion, keep=True), part, request)
+        for answer in completion.outputs:  # marks count from its first token
+            answer.policy_versions = np.full(known.get(answer.index, 0) + len(answer.token_ids), version, np.int32)
+        self.weights.stamp(completion, keep=True)
+        for answer in completion.outputs:
+            answer.policy_versions = answer.policy_versions[known.get(answer.index, 0) :]
+        return self._noted(completion, part, request)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,402 @@
+"""A harness plays samples through a URL: its rows, its ends, and in a collector it is an environment like any.
+
+The server here is a stand-in that is called by a function in place of HTTP, in an event loop of its own, as the real
+one runs. ``test_served_harness.py`` has real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict import TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from support.collecting import Questions, new_weights, policy_of
+from support.waiting import PATIENCE, in_thread, until
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.environments import EnvironmentTimeoutError
+from torchrl_moe.errors import SessionClosedError
+from torchrl_moe.http.harness import HarnessEnv, run_process
+from torchrl_moe.http.sessions import SessionStore
+from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.objectives import GRPOAdvantage
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
+
+TOKENIZER = ByteTokenizer()
+
+
+class StandIn:
+    """Answers text of a session; what a server does with a request, without HTTP."""
+
+    url = "http://stand-in"
+
+    def __init__(self, engine: FakeAsyncVLLM) -> None:
+        self.engine = engine
+        self.sessions = SessionStore(TOKENIZER, engine.routing_layout)
+        self.loop = EventLoop("stand-in")
+        self.asked: list[dict[str, Any]] = []
+
+    async def ask(self, base_url: str, text: str, **params: Any) -> str:
+        """Return the answer to a text; called in a harness's loop."""
+        name = base_url.removeprefix(f"{self.url}/sessions/").removesuffix("/v1")
+        future = self.loop.spawn(self._answer(name, text, {"max_tokens": 4, "logprobs": 0, **params}))
+        return await asyncio.wrap_future(future)
+
+    async def _answer(self, name: str, text: str, params: dict[str, Any]) -> str:
+        session = self.sessions.get(name)
+        ids = session.prompt_ids(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+        arguments = {"prompt_token_ids": ids, "sampling_params": params, "session_id": name}
+        self.asked.append(arguments)
+        task = asyncio.ensure_future((session.generate or self.engine.agenerate)(**arguments))
+        loop = asyncio.get_running_loop()
+        with session.under_way(lambda: loop.call_soon_threadsafe(task.cancel)):
+            completion = await task
+        session.record(ids, completion, sampling_params=params)
+        return TOKENIZER.decode(completion.outputs[0].token_ids.tolist())
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.loop.join(PATIENCE)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def server(engine: FakeAsyncVLLM) -> Iterator[StandIn]:
+    server = StandIn(engine)
+    yield server
+    server.close()
+
+
+Collect = Callable[..., AsyncLLMCollector]
+
+
+@pytest.fixture
+def collect(engine: FakeAsyncVLLM) -> Iterator[Collect]:
+    made = []
+
+    def make(env: Any, **kwargs: Any) -> AsyncLLMCollector:
+        kwargs = {"dataloader": Questions(), "group_size": 2, **kwargs}
+        made.append(AsyncLLMCollector(env, policy=policy_of(engine), **kwargs))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def first(collector: AsyncLLMCollector) -> TensorDictBase:
+    return in_thread(lambda: next(iter(collector))).result(PATIENCE)
+
+
+def hold(engine: FakeAsyncVLLM) -> None:
+    """Let answers take a minute a token."""
+    for replica in engine.replicas:
+        replica.token_seconds = 60.0
+
+
+def running(engine: FakeAsyncVLLM) -> int:
+    return sum(replica.last_stats.running for replica in engine.replicas)
+
+
+def two_turns(server: StandIn) -> Any:
+    """Two turns, and a branch: three answers, of two leaves."""
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        text = f"{row['query']}: "
+        said = await asyncio.to_thread(str, await server.ask(base_url, text))
+        await server.ask(base_url, f"{text}{said}, and?")
+        await server.ask(base_url, f"{text}{said}, or?")
+        return float(row["query"][1:])
+
+    return run
+
+
+def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect: Collect) -> None:
+    collector = collect(HarnessEnv(two_turns(server), server), groups_per_batch=2, max_staleness=0)
+    batch = first(collector)
+    # groups of two samples, each of two rows: the reward is in the last
+    assert [row["query"] for row in batch] == ["q0"] * 4 + ["q1"] * 4
+    assert [float(row["next", "reward"]) for row in batch] == [0.0] * 4 + [0.0, 1.0, 0.0, 1.0]
+    assert [bool(row["next", "done"]) for row in batch] == [False, True] * 4
+    assert [int(row["group_id"]) for row in batch] == [0] * 4 + [1] * 4
+    # the first answer is trained on in its first leaf only
+    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [8, 4] * 4
+    for row in batch:
+        row["routed_experts"].validate(server.engine.routing_layout, num_tokens=len(row["tokens", "full"]))
+        assert int(row["policy_version"]) == 0
+        assert row["text"].prompt == f"{row['query']}: " or row["text"].prompt.endswith(", or?")
+    assert server.sessions.ids() == []
+    assert collector.stats()["collector/failures"] == 0
+    collector.show_samples(2)
+
+
+def test_a_replay_buffer_gives_both_rows_of_a_sample_its_advantage(server: StandIn, collect: Collect) -> None:
+    rewards = iter(range(100))
+    play = two_turns(server)
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        await play(base_url, row)
+        return float(next(rewards) % 2)
+
+    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=GRPOAdvantage())
+    collector = collect(HarnessEnv(run, server), groups_per_batch=1, replay_buffer=buffer)
+    first(collector)
+    advantages = [round(float(row["advantage"]), 3) for row in buffer[:]]
+    # rewards 0 and 1, in either order: (0 - 0.5) / 0.707
+    assert sorted(advantages) == [-0.707, -0.707, 0.707, 0.707]
+    assert advantages[0] == advantages[1]
+    assert advantages[2] == advantages[3]
+
+
+def test_calls_go_through_the_collector(server: StandIn, collect: Collect) -> None:
+    new_weights(server.engine, 3)
+    collector = collect(
+        HarnessEnv(two_turns(server), server, sampling_params={"temperature": 0.5, "max_tokens": 2}),
+        max_staleness=0,
+        max_in_flight=1,
+    )
+    batch = first(collector)
+    assert {int(row["policy_version"]) for row in batch} == {3}
+    assert {float(row["sampling", "temperature"]) for row in batch} == {0.5}
+    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [4, 2] * 2  # max_tokens is 2
+    submitted = [request for replica in server.engine.replicas for request in replica.submitted]
+    assert all(request.param("temperature") == 0.5 for request in submitted)
+    assert len({request.request_id.rpartition("-")[0] for request in submitted}) == 2  # the collector's own names
+
+
+def test_an_evaluation_samples_as_it_is_asked(server: StandIn, collect: Collect) -> None:
+    env = HarnessEnv(two_turns(server), server, sampling_params={"temperature": 0.5})
+    collector = collect(env)
+    found = in_thread(lambda: collector.evaluate(env, 3, dataloader=Questions(), temperature=0.25)).result(PATIENCE)
+    assert [float(one) for one in found["next", "episode_reward"].flatten()] == [0.0, 1.0, 2.0]
+    submitted = [request for replica in server.engine.replicas for request in replica.submitted]
+    assert {request.param("temperature") for request in submitted} == {0.25}
+    first(collector)  # its threads are those of the collection, too, which goes on
+    collector.shutdown()
+    first(collect(env))  # and another collector takes it
+
+
+def test_a_harness_without_a_call_is_left_out_with_a_reason(
+    server: StandIn, collect: Collect, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = iter(range(100))
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        if next(played) == 1:
+            return 0.25
+        await server.ask(base_url, "a")
+        return 1.0
+
+    env = HarnessEnv(run, server)
+    batch = first(collect(env, group_size=3))
+    assert [row["query"] for row in batch] == ["q0", "q0"]
+    assert env.left_out == {"the harness made no call": 1}
+    assert "the harness made no call (its reward: 0.25)" in caplog.text
+
+
+async def nothing(base_url: str, row: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+def test_a_group_of_harnesses_without_calls_fails(server: StandIn, collect: Collect) -> None:
+    with pytest.raises(ValueError, match="a harness made no call"):
+        first(collect(HarnessEnv(nothing, server)))
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [("1", TypeError, "must return its reward, a number, got '1'"), (float("nan"), ValueError, "must be finite")],
+)
+def test_a_reward_that_is_none(
+    reward: Any, error: type[Exception], message: str, server: StandIn, collect: Collect
+) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> Any:
+        await server.ask(base_url, "a")
+        return reward
+
+    with pytest.raises(error, match=message):
+        first(collect(HarnessEnv(run, server)))
+    assert server.sessions.ids() == []
+
+
+def test_a_harness_that_raises_costs_its_group(server: StandIn, collect: Collect) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        await server.ask(base_url, "a")
+        if row["query"] == "q0":
+            raise KeyError("of the harness")
+        return 1.0
+
+    collector = collect(HarnessEnv(run, server), max_failures=1)
+    assert [row["query"] for row in first(collector)] == ["q1", "q1"]
+    assert collector.stats()["collector/failures"] == 1
+
+
+def test_what_still_runs_when_a_harness_returns_is_aborted(server: StandIn, collect: Collect) -> None:
+    hold(server.engine)
+    left: list[asyncio.Task[str]] = []
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        left.append(asyncio.ensure_future(server.ask(base_url, "a")))
+        while not running(server.engine):
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    with pytest.raises(ValueError, match="made no call"):
+        first(collect(HarnessEnv(run, server), group_size=1))
+    until(lambda: running(server.engine) == 0)
+    until(left[0].done)
+    assert left[0].cancelled() or isinstance(left[0].exception(), SessionClosedError | asyncio.CancelledError)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"deadline": 0.2}, "the harness did not return within 0.2 s"),
+        ({"reward_timeout": 0.2}, "did not continue within 0.2 s"),
+    ],
+)
+def test_a_harness_that_takes_too_long_is_cancelled(
+    limits: dict[str, float], message: str, server: StandIn, collect: Collect
+) -> None:
+    cancelled = []
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        await server.ask(base_url, "a")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(row["query"])
+            raise
+        return 1.0
+
+    env = HarnessEnv(run, server, deadline=limits.get("deadline"))
+    with pytest.raises(EnvironmentTimeoutError, match=message):
+        first(collect(env, reward_timeout=limits.get("reward_timeout")))
+    assert "q0" in cancelled
+    assert server.sessions.ids() == []
+
+
+def test_the_time_that_an_answer_takes_is_not_the_harnesss(server: StandIn, collect: Collect) -> None:
+    for replica in server.engine.replicas:
+        replica.token_seconds = 0.1
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        await server.ask(base_url, "a")  # 0.4 s
+        return 1.0
+
+    assert len(first(collect(HarnessEnv(run, server), reward_timeout=0.3))) == 2
+
+
+def test_a_harness_may_ask_so_many_times(server: StandIn, collect: Collect) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        for i in range(3):
+            await server.ask(base_url, str(i))
+        return 1.0
+
+    with pytest.raises(ValueError, match="max_turns=2"):
+        first(collect(HarnessEnv(run, server), max_turns=2))
+
+
+def test_a_shutdown_cancels_harnesses_and_their_calls(server: StandIn, collect: Collect) -> None:
+    hold(server.engine)
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        await server.ask(base_url, "a")
+        return 1.0
+
+    collector = collect(HarnessEnv(run, server), max_staleness=0)
+    taken = in_thread(lambda: list(islice(collector, 1)))
+    until(lambda: running(server.engine) == 2)
+    collector.shutdown()
+    assert taken.result(PATIENCE) == []
+    until(lambda: running(server.engine) == 0)
+    until(lambda: server.sessions.ids() == [])
+
+
+def test_a_checkpoint_has_the_answers_of_a_harness(server: StandIn, collect: Collect) -> None:
+    """Its run starts again, and gets the answers that it had had."""
+    is_first = True
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        said = await server.ask(base_url, "a")
+        if is_first:
+            hold(server.engine)
+        await server.ask(base_url, f"a{said}b")
+        return 1.0
+
+    env = HarnessEnv(run, server)
+    collector = collect(env, group_size=1, max_staleness=0)
+    taken = in_thread(lambda: list(islice(collector, 1)))
+    until(lambda: running(server.engine) == 1)
+    state = in_thread(collector.state_dict).result(PATIENCE)
+    collector.shutdown()
+    taken.result(PATIENCE)
+    is_first = False
+    for replica in server.engine.replicas:
+        replica.token_seconds = 0.0
+        replica.submitted.clear()
+    again = collect(env, group_size=1, max_staleness=0)
+    again.load_state_dict(state)
+    assert int(first(again)["masks", "all_assistant_mask"].sum()) == 8
+    (request,) = [request for replica in server.engine.replicas for request in replica.submitted]
+    assert len(request.prompt_token_ids) == 6  # "a", four tokens, "b"
+
+
+def test_what_a_harness_is_refused(server: StandIn) -> None:
+    with pytest.raises(TypeError, match="async function"):
+        HarnessEnv(print, server)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="deadline"):
+        HarnessEnv(nothing, server, deadline=0.0)
+
+
+# -- a program --------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_gets_the_url_and_says_what_it_wrote() -> None:
+    code = "import os, sys; print(*[os.environ[k] for k in sys.argv[1:]]); sys.exit(3)"
+    names = ["OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "MORE"]
+    command = [sys.executable, "-c", code, *names]
+    status, output = asyncio.run(run_process("http://h/sessions/s/v1", command, api_key="k", env={"MORE": "m"}))
+    assert (status, output) == (3, "http://h/sessions/s/v1 http://h/sessions/s k k m\n")
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_program_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    """Nor what it has started itself."""
+    numbers = tmp_path / "numbers"
+    code = (
+        "import os, subprocess, sys, time; child = subprocess.Popen(['sleep', '1000']); "
+        f"open({str(numbers)!r} + '.new', 'w').write(f'{{os.getpid()}} {{child.pid}}'); "
+        f"os.rename({str(numbers)!r} + '.new', {str(numbers)!r}); time.sleep(1000)"
+    )
+
+    async def cancel() -> None:
+        task = asyncio.ensure_future(run_process("http://h/v1", [sys.executable, "-c", code]))
+        while not numbers.exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    for number in map(int, numbers.read_text().split()):
+        until(lambda n=number: not is_alive(n))

@@ -1,0 +1,112 @@
+"""Harnesses from PyPI at a server over a real engine; each in a process with packages of its own.
+
+They need what ``requirements/clients.txt`` lists in the folder that ``TORCHRL_MOE_CLIENTS`` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from support.engines import EngineShelf
+from support.http import serving
+from torchrl_moe.modules import AsyncVLLM
+
+FOLDER = os.environ.get("TORCHRL_MOE_CLIENTS", "")
+pytestmark = [
+    pytest.mark.needs_vllm,
+    pytest.mark.engine,
+    pytest.mark.skipif(not FOLDER, reason="needs requirements/clients.txt, see there"),
+]
+RENDERERS = """
+import asyncio, json, sys
+import openai
+from renderers import create_renderer
+from renderers.base import load_tokenizer
+from renderers.client import generate
+
+async def main(url, folder):
+    renderer = create_renderer(load_tokenizer(folder))
+    client = openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0)
+    messages = [{"role": "user", "content": "hi"}]
+    found = await generate(
+        client=client, renderer=renderer, messages=messages, model="tiny",
+        sampling_params={"max_tokens": 12, "top_p": 0.9, "temperature": 0.7},
+    )
+    names = ("prompt_ids", "completion_ids", "completion_logprobs", "finish_reason", "sampling_mask", "routed_experts")
+    print(json.dumps({name: found[name] for name in names}))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+OPENENV = """
+import dataclasses, json, sys
+from openenv.core.harness.capture.validate_llm import validate_llm
+
+report = validate_llm(sys.argv[1], "tiny", check_tools=False)
+print(json.dumps(dataclasses.asdict(report), default=str))
+"""
+VERIFIERS = """
+import asyncio, json, sys
+import verifiers.v1 as vf
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.types import SamplingConfig
+
+async def main(url, folder):
+    config = vf.TrainClientConfig(base_url=url, renderer_model_name=folder)
+    client = vf.resolve_client(config)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    found = await client.get_response(ChatDialect(), body, SamplingConfig(max_tokens=12), session_id="one")
+    tokens = found.tokens
+    print(json.dumps([tokens.prompt_ids, tokens.completion_ids, tokens.completion_logprobs, tokens.routed_experts]))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def run(package: str, program: str, *arguments: str) -> Any:
+    """The last line that a program prints, as JSON."""
+    environment = {**os.environ, "PYTHONPATH": f"{FOLDER}/{package}", "OPENAI_API_KEY": "any", "PRIME_API_KEY": "any"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_renderers_get_tokens_masks_and_routes(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    folder = str(shelf.folder("qwen3_moe"))
+    with serving(engine, None) as (server, _):
+        found = run("verifiers", RENDERERS, f"{server.url}/sessions/one/v1", folder)
+        (trajectory,) = server.session("one").trajectories()
+    assert found["prompt_ids"] + found["completion_ids"] == trajectory["tokens", "full"].tolist()
+    prompt = len(found["prompt_ids"])
+    assert found["completion_logprobs"] == pytest.approx(trajectory["log_probs", "full"][prompt:].tolist(), abs=1e-5)
+    assert len(found["sampling_mask"]) == len(found["completion_ids"])
+    assert all(
+        token in mask for token, mask in zip(found["completion_ids"], found["sampling_mask"], strict=True) if mask
+    )
+    assert found["routed_experts"]
+
+
+def test_verifiers_train_client(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    folder = str(shelf.folder("qwen3_moe"))
+    with serving(engine, None) as (server, _):
+        prompt, completion, logprobs, routes = run("verifiers", VERIFIERS, f"{server.url}/sessions/one/v1", folder)
+        (trajectory,) = server.session("one").trajectories()
+    assert prompt + completion == trajectory["tokens", "full"].tolist()
+    assert logprobs == pytest.approx(trajectory["log_probs", "full"][len(prompt) :].tolist(), abs=1e-5)
+    assert routes
+
+
+def test_openenv_finds_the_server_fit_for_training(engine: AsyncVLLM) -> None:
+    with serving(engine, None) as (server, _):
+        report = run("openenv", OPENENV, f"{server.url}/sessions/one/v1")
+    assert report["ok"], report
+    assert report["capture_level"] == "tokens", report
+    assert report["n_prompt_ids"] > 0
+    assert report["n_completion_ids"] > 0

@@ -1,0 +1,516 @@
+"""A server over a fake engine: who may come in, what is refused and how, and what is left of clients that go."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from support.engines import EngineShelf
+from support.http import ASKED, events, serving, text_of
+from support.waiting import until
+from torchrl_moe.http import HttpServer, Limits, serve_http
+from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.testing import FakeAsyncVLLM
+
+pytestmark = pytest.mark.needs_vllm
+CHAT = "/v1/chat/completions"
+Served = tuple[FakeAsyncVLLM, HttpServer, httpx.Client]
+
+
+@pytest.fixture(scope="module")
+def folder(shelf: EngineShelf) -> Path:
+    return shelf.folder("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def door(folder: Path) -> Iterator[Served]:
+    """A server that most tests share: each leaves nothing behind."""
+    with FakeAsyncVLLM(token_seconds=0.001) as engine, serving(engine, folder) as (server, client):
+        yield engine, server, client
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a refused request, which has OpenAI's form and no stack trace."""
+    assert response.status_code == status, response.text
+    assert "Traceback" not in response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["message"]
+    assert error["code"] == status
+    return error
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_what_the_engine_says_to_its_rendered_prompt(door: Served) -> None:
+    engine, _, client = door
+    answer = client.post(CHAT, json={**ASKED, "return_token_ids": True, "logprobs": True}).json()
+    ids = [257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"]
+    assert answer["prompt_token_ids"] == ids
+    direct = engine.generate([ids], {"max_tokens": 8, "logprobs": 0}, use_tqdm=False)[0].outputs[0]
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == direct.token_ids.tolist()
+    assert choice["message"]["content"] == direct.text
+    assert choice["finish_reason"] == "length"
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(direct.logprobs)
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids), "completion_tokens": 8, "total_tokens": len(ids) + 8,
+        "completion_tokens_details": None, "prompt_tokens_details": None,
+    }  # fmt: skip
+
+
+def test_a_stream_says_the_same_in_pieces(door: Served) -> None:
+    _, _, client = door
+    whole = client.post(CHAT, json={**ASKED, "max_tokens": 40, "n": 2}).json()
+    with client.stream("POST", CHAT, json={**ASKED, "max_tokens": 40, "n": 2, "stream": True}) as response:
+        chunks = events(response)
+    assert len(chunks) > 10
+    for choice in whole["choices"]:
+        assert text_of(chunks, choice["index"]) == choice["message"]["content"]
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]] == ["length"] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_tokens_out_with_routes_and_versions(door: Served, stream: bool) -> None:
+    engine, _, client = door
+    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 6, "logprobs": 0, "top_k": 3}, "stream": stream}
+    direct = engine.generate([[5, 6, 7]], asked["sampling_params"], use_tqdm=False)[0].outputs[0]
+    response = client.post("/inference/v1/generate", json=asked)
+    chunks = events(response) if stream else [response.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token for choice in choices for token in choice["token_ids"]] == direct.token_ids.tolist()
+    rows = np.load(io.BytesIO(base64.b64decode(choices[-1]["routed_experts"])))
+    assert np.array_equal(rows, direct.routed_experts)
+    if not stream:
+        assert choices[0]["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+        assert choices[0]["sampling_mask"] == direct.kept.ids.reshape(6, 3).tolist()
+
+
+def test_routes_come_with_a_chat_if_they_are_asked_for(door: Served) -> None:
+    _, _, client = door
+    assert client.post(CHAT, json=ASKED).json()["choices"][0]["routed_experts"] is None
+    answer = client.post(CHAT, json={**ASKED, "routed_experts_prompt_start": 15}).json()
+    rows = np.load(io.BytesIO(base64.b64decode(answer["choices"][0]["routed_experts"])))
+    assert rows.shape == (answer["usage"]["prompt_tokens"] + 8 - 1 - 15, 4, 2)
+
+
+def test_completions_of_several_prompts(door: Served) -> None:
+    _, _, client = door
+    answer = client.post("/v1/completions", json={"model": "tiny", "prompt": ["ab", "cd"], "max_tokens": 3}).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["choices"][0]["text"] != answer["choices"][1]["text"]
+
+
+def test_responses(door: Served) -> None:
+    _, _, client = door
+    answer = client.post("/v1/responses", json={"model": "tiny", "input": "hi", "max_output_tokens": 8}).json()
+    chat = client.post(CHAT, json=ASKED).json()
+    assert answer["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called(folder: Path, stream: bool) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": 2}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    with (
+        FakeAsyncVLLM(script=lambda _: call, token_seconds=0.001) as engine,
+        serving(engine, folder, tool_call_parser="hermes") as (_, client),
+    ):
+        response = client.post(CHAT, json={**ASKED, "max_tokens": 200, "tools": tools, "stream": stream})
+        if stream:
+            deltas = [
+                one for chunk in events(response) for c in chunk["choices"] for one in c["delta"].get("tool_calls", [])
+            ]
+            names = [one["function"].get("name") for one in deltas if one["function"].get("name")]
+            arguments = "".join(one["function"].get("arguments") or "" for one in deltas)
+        else:
+            (one,) = response.json()["choices"][0]["message"]["tool_calls"]
+            names, arguments = [one["function"]["name"]], one["function"]["arguments"]
+            assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert names == ["add"]
+    assert arguments.replace(" ", "") == '{"x":1,"y":2}'
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"messages": 3}, 400, None),
+        ({"messages": []}, 400, None),
+        ({"messages": [{"role": "user"}] * 2, "max_tokens": "many"}, 400, "body.max_tokens"),
+        ({"max_tokens": -1}, 400, None),
+        ({"n": 10**9}, 400, "n"),
+        ({"n": -1}, 400, None),
+        ({"temperature": -3}, 400, "temperature"),
+        ({"temprature": 0.5}, 400, "temprature"),
+        ({"logprobs": True, "top_logprobs": 5}, 400, "logprobs"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, None),
+        ({"response_format": {"type": "json_schema"}}, 400, None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            400,
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_has_a_status(
+    door: Served, changes: dict[str, Any], status: int, param: str | None, stream: bool
+) -> None:
+    error = error_of(door[2].post(CHAT, json={**ASKED, **changes, "stream": stream}), status)
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"[1]", b'"text"'])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/inference/v1/generate"])
+def test_a_body_that_is_no_request(door: Served, path: str, body: bytes) -> None:
+    error_of(door[2].post(path, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_anthropic_has_errors_of_its_own_form(door: Served) -> None:
+    answer = door[2].post("/v1/messages", json={"model": "other", "max_tokens": 3, "messages": ASKED["messages"]})
+    assert answer.status_code == 404
+    assert answer.json()["type"] == "error"
+    assert "other" in answer.json()["error"]["message"]
+
+
+def test_known_fields_of_the_api_that_vllm_has_not_are_let_pass(door: Served) -> None:
+    assert door[2].post(CHAT, json={**ASKED, "store": False, "metadata": {"a": "b"}}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/collective_rpc", "/scale_elastic_ep", "/sleep", "/v1/nothing"])
+def test_there_is_nothing_else(door: Served, path: str) -> None:
+    error_of(door[2].get(path), 404)
+    assert door[2].post(path, json={}).status_code == 404
+
+
+def test_an_engine_that_refuses_a_request(folder: Path) -> None:
+    with FakeAsyncVLLM(refuse=lambda _: "not that one") as engine, serving(engine, folder) as (_, client):
+        assert "not that one" in error_of(client.post(CHAT, json=ASKED), 400)["message"]
+
+
+def test_replicas_that_are_gone(folder: Path) -> None:
+    with FakeAsyncVLLM(faults=FaultPolicy(restart=False)) as engine, serving(engine, folder) as (_, client):
+        assert client.get("/health").status_code == 200
+        engine.replicas[0].die("a reason\nthe end of a log")
+        until(lambda: client.get("/health").status_code == 503)
+        error = error_of(client.post(CHAT, json=ASKED), 503)
+        assert "end of a log" not in error["message"]
+        engine.shutdown()
+        error_of(client.post(CHAT, json=ASKED), 503)
+
+
+# -- keys and addresses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with FakeAsyncVLLM() as engine, pytest.raises(ValueError, match="pass api_key="):
+        serve_http(engine, host, model="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"port": 70_000}, ValueError, "port"),
+        ({"api_key": ""}, ValueError, "api_key"),
+        ({"host": ""}, ValueError, "host"),
+        ({"tool_parser": "hermes"}, ValueError, "tool_call_parser"),
+        ({"model": None}, ValueError, "model="),
+    ],
+)
+def test_arguments_that_are_wrong(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with FakeAsyncVLLM() as engine, pytest.raises(error, match=text):
+        serve_http(engine, **{"model": "nowhere", **arguments})
+
+
+def test_an_engine_that_is_not_running() -> None:
+    engine = FakeAsyncVLLM()
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="not running"):
+        serve_http(engine, model="nowhere")
+
+
+def test_a_port_in_use(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, FakeAsyncVLLM() as engine, pytest.raises(OSError):
+        serve_http(engine, port=taken.getsockname()[1], model=folder)
+
+
+def test_a_key_is_asked_for_everywhere_but_of_health(folder: Path) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder, api_key="secret") as (server, client):
+        assert client.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/sessions/a", "/inference/v1/generate", "/"):
+            error_of(client.get(path), 401)
+        error_of(client.post("/sessions/a/v1/chat/completions", json=ASKED), 401)
+        assert not server.sessions.ids()
+        for headers in ({"authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+            assert client.post(CHAT, json=ASKED, headers=headers).status_code == 200
+        for key in ("Secret", "secre", "secrets", "é"):
+            error_of(client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}), 401)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_checked() -> None:
+    for changes in ({"requests": 0}, {"body_bytes": 1.5}, {"client_seconds": -1}, {"session_seconds": None}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            Limits(**changes)
+
+
+def in_threads(client: httpx.Client, count: int, path: str = CHAT, **changes: Any) -> list[int]:
+    """The statuses of requests that are made at the same time."""
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(client.post(path, json={**ASKED, **changes}).status_code))
+        for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(found)
+
+
+def test_too_many_at_a_time(folder: Path) -> None:
+    limits = Limits(requests=3, requests_per_session=2, tokens=1000, answers=2, body_bytes=2000, sessions=2)
+    with (
+        FakeAsyncVLLM(token_seconds=0.05) as engine,
+        serving(engine, folder, limits=limits) as (server, client),
+    ):
+        assert in_threads(client, 5) == [200] * 3 + [429] * 2
+        assert in_threads(client, 3, "/sessions/a/v1/chat/completions") == [200] * 2 + [429]
+        error_of(client.post(CHAT, json={**ASKED, "max_tokens": 990}), 429)
+        error_of(client.post(CHAT, json={**ASKED, "n": 3}), 400)
+        error_of(client.post(CHAT, json={**ASKED, "user": "x" * 2000}), 413)
+        error_of(client.post(CHAT, content=(b" " * 500 for _ in range(5))), 413)
+        assert client.post("/sessions/b/v1/chat/completions", json=ASKED).status_code == 200
+        error_of(client.post("/sessions/c/v1/chat/completions", json=ASKED), 429)
+        client.delete("/sessions/a")
+        assert client.post("/sessions/c/v1/chat/completions", json=ASKED).status_code == 200
+        error_of(client.post(f"/sessions/{'d' * 300}/v1/chat/completions", json=ASKED), 400)
+        assert server.requests == 0
+
+
+def test_a_request_that_takes_too_long(folder: Path) -> None:
+    with (
+        FakeAsyncVLLM(token_seconds=0.5) as engine,
+        serving(engine, folder, limits=Limits(request_seconds=0.2)) as (_, client),
+    ):
+        error_of(client.post(CHAT, json=ASKED), 504)
+        until(lambda: engine.replicas[0].last_stats.running == 0)
+
+
+# -- clients that go --------------------------------------------------------------------------------------------------
+
+
+async def come_and_go(url: str, number: int) -> None:
+    """A client that leaves: before its answer, within its stream, or once it has all."""
+    stream, is_short = number % 3 > 0, number % 5 == 0
+    asked = {**ASKED, "max_tokens": 5 if is_short else 2000, "stream": stream}
+    path = CHAT if number % 2 else f"/sessions/{number % 7}/v1/chat/completions"
+    async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
+        try:
+            if not stream:
+                await asyncio.wait_for(client.post(path, json=asked), 0.05 + 0.001 * (number % 40))
+                return
+            async with client.stream("POST", path, json=asked) as response:
+                async for _ in response.aiter_lines():
+                    if not is_short:
+                        return
+        except TimeoutError:
+            return
+
+
+def test_500_clients_that_come_and_go_leave_nothing(folder: Path) -> None:
+    async def crowd(url: str) -> None:
+        turns = asyncio.Semaphore(50)
+
+        async def one(number: int) -> None:
+            async with turns:
+                await come_and_go(url, number)
+
+        await asyncio.gather(*(one(number) for number in range(500)))
+
+    with FakeAsyncVLLM(2, token_seconds=0.005) as engine, serving(engine, folder) as (server, client):
+        asyncio.run(crowd(server.url))
+        until(lambda: server.requests == 0)
+        until(lambda: sum(replica.last_stats.running for replica in engine.replicas) == 0)
+        assert sum(len(replica._running) for replica in engine.replicas) == 0
+        assert engine.admission.taken == engine.admission.waiting == 0
+        text = client.get("/metrics").text
+        assert "torchrl_moe_http_requests 0" in text
+        assert "torchrl_moe_http_tokens 0" in text
+        for name in server.sessions.ids():
+            assert "under_way=0" in repr(server.session(name))
+            client.delete(f"/sessions/{name}")
+        assert server.sessions.ids() == []
+        assert client.post(CHAT, json=ASKED).status_code == 200
+
+
+def small_buffers(address: tuple[str, int], create: Any = socket.create_server, **how: Any) -> socket.socket:
+    """A listening socket whose connections hold little of what is not read."""
+    listening: socket.socket = create(address, **how)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listening
+
+
+def test_a_client_that_does_not_read_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_server", small_buffers)
+    with (
+        FakeAsyncVLLM(token_seconds=0.002) as engine,
+        serving(engine, folder, limits=Limits(client_seconds=0.5)) as (server, _),
+    ):
+        asked = {**ASKED, "max_tokens": 1000, "n": 8, "stream": True, "logprobs": True}
+        body = httpx.Request("POST", server.url + CHAT, json=asked)
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", httpx.URL(server.url).port))
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            slow.sendall(f"{head}content-length: {len(body.content)}\r\n\r\n".encode() + body.content)
+            until(lambda: engine.replicas[0].last_stats.running == 1)
+            until(lambda: server.requests == 0)
+        until(lambda: engine.replicas[0].last_stats.running == 0)
+
+
+def test_a_client_that_does_not_send_is_dropped(folder: Path) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder, limits=Limits(client_seconds=0.2)) as (server, _):
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as slow:
+            slow.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+            assert b" 408 " in slow.recv(100)
+        until(lambda: server.requests == 0)
+
+
+def test_closing_the_server_ends_what_is_under_way(folder: Path) -> None:
+    with FakeAsyncVLLM(token_seconds=0.01) as engine, FakeAsyncVLLM() as other:
+        before = [thread for thread in threading.enumerate() if thread.name == "http"]
+        server = serve_http(engine, model=folder, served_model_name="tiny")
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            with client.stream("POST", CHAT, json={**ASKED, "max_tokens": 3000, "stream": True}) as response:
+                next(response.iter_lines())
+                server.close()
+                server.close()
+            with pytest.raises(httpx.HTTPError):
+                client.get("/health")
+        until(lambda: engine.replicas[0].last_stats.running == 0)
+        assert engine.generate("1", use_tqdm=False)
+        assert other.is_running
+        assert [thread for thread in threading.enumerate() if thread.name == "http"] == before
+
+
+def test_a_session_that_is_closed_ends_its_requests(folder: Path) -> None:
+    with FakeAsyncVLLM(token_seconds=0.01) as engine, serving(engine, folder) as (_, client):
+        found: list[httpx.Response] = []
+        path, asked = "/sessions/a/v1/chat/completions", {**ASKED, "max_tokens": 3000}
+        thread = threading.Thread(target=lambda: found.append(client.post(path, json=asked)))
+        thread.start()
+        until(lambda: engine.replicas[0].last_stats.running == 1)
+        assert client.delete("/sessions/a").status_code == 204
+        thread.join()
+        error_of(found[0], 409)
+        until(lambda: engine.replicas[0].last_stats.running == 0)
+
+
+# -- sessions and versions --------------------------------------------------------------------------------------------
+
+
+def test_a_session_has_the_ids_that_were_sampled(door: Served) -> None:
+    _, server, client = door
+    path, chat = "/sessions/turns/v1/chat/completions", list(ASKED["messages"])
+    tokens: list[int] = []
+    for turn in range(3):
+        asked = {**ASKED, "messages": chat, "return_token_ids": True, "stream": turn == 1}
+        response = client.post(path, json=asked)
+        if turn == 1:
+            chunks = events(response)
+            prompt, text = chunks[0]["prompt_token_ids"], text_of(chunks)
+            sampled = [token for chunk in chunks for c in chunk["choices"] for token in c.get("token_ids") or ()]
+        else:
+            answer = response.json()
+            prompt, text = answer["prompt_token_ids"], answer["choices"][0]["message"]["content"]
+            sampled = answer["choices"][0]["token_ids"]
+        assert prompt[: len(tokens)] == tokens
+        tokens = [*prompt, *sampled]
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    (trajectory,) = server.session("turns").trajectories()
+    assert trajectory["tokens", "full"].tolist() == tokens
+    assert int(trajectory["masks", "all_assistant_mask"].sum()) == 3 * 8
+    # by a header, it is the same session
+    assert client.post(CHAT, json=ASKED, headers={"X-Session-Id": "turns"}).status_code == 200
+    assert server.session("turns").num_calls == 4
+    client.delete("/sessions/turns")
+
+
+def test_a_session_over_http(door: Served) -> None:
+    from torchrl_moe.http import load_trajectories
+
+    _, server, client = door
+    error_of(client.get("/sessions/none"), 404)
+    error_of(client.delete("/sessions/none"), 404)
+    assert client.post("/sessions/a%2Fb/v1/chat/completions", json={**ASKED, "n": 2}).status_code == 200
+    (own, _), got = server.session("a/b").trajectories(), client.get("/sessions/a%2Fb")
+    read, _ = load_trajectories(got.content)
+    assert read["tokens", "full"].tolist() == own["tokens", "full"].tolist()
+    assert read["log_probs", "full"].nan_to_num().tolist() == own["log_probs", "full"].nan_to_num().tolist()
+    without = client.get("/sessions/a%2Fb?routes=false").content
+    assert len(without) < len(got.content)
+    routes = client.get("/sessions/a%2Fb/routes/0")
+    assert routes.status_code == 200
+    error_of(client.get("/sessions/a%2Fb/routes/7"), 404)
+    error_of(client.get("/sessions/a%2Fb/routes/x"), 404)
+    error_of(client.post("/sessions/a%2Fb", json={}), 405)
+    assert client.delete("/sessions/a%2Fb").status_code == 204
+    assert server.sessions.ids() == []
+
+
+def test_versions(folder: Path) -> None:
+    with FakeAsyncVLLM(2) as engine, serving(engine, folder) as (_, client):
+
+        def ask(version: str | None, session: str = "a") -> httpx.Response:
+            headers = {} if version is None else {"X-Weight-Version": version}
+            return client.post(f"/sessions/{session}/v1/chat/completions", json=ASKED, headers=headers)
+
+        def update(index: int, version: int) -> None:
+            engine.replicas[index].version = version
+            engine.replica_table.set_version(index, version)
+
+        assert ask("pin").headers["x-weight-version"] == "0"
+        update(0, 1)  # replica 1 still has version 0
+        for _ in range(4):
+            assert ask("pin").headers["x-weight-version"] == "0"
+            assert ask("latest", "b").headers["x-weight-version"] == "1"
+            assert ask("1", "c").headers["x-weight-version"] == "1"
+        update(1, 1)
+        assert "version" in error_of(ask("pin"), 409)["message"]
+        assert ask(None).headers["x-weight-version"] == "1"
+        error_of(ask("new"), 400)
+        error_of(client.post(CHAT, json=ASKED, headers={"X-Weight-Version": "pin"}), 400)
+
+
+def test_a_stream_goes_on_after_its_replica_has_died(folder: Path) -> None:
+    with FakeAsyncVLLM(2, token_seconds=0.01) as engine, serving(engine, folder) as (server, client):
+        asked = {**ASKED, "max_tokens": 60, "stream": True, "return_token_ids": True}
+        with client.stream("POST", "/sessions/a/v1/chat/completions", json=asked) as response:
+            lines = response.iter_lines()
+            for _ in range(12):
+                next(lines)
+            next(replica for replica in engine.replicas if replica.last_stats.running).die()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        (trajectory,) = server.session("a").trajectories()
+        assert int(trajectory["masks", "all_assistant_mask"].sum()) == 60
+        assert trajectory["resume"] == "live"

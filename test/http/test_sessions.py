@@ -1,0 +1,782 @@
+"""Sessions against an independent record of full lists, by cases worked out by hand, and at their limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+
+from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
+from torchrl_moe.errors import SessionClosedError, SessionLimitError
+from torchrl_moe.http.sessions import Session, SessionStore
+from torchrl_moe.http.trajectories import load_trajectories
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
+from torchrl_moe.objectives import GRPOLoss
+from torchrl_moe.testing import ByteTokenizer
+
+LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8)
+TOKENIZER = ByteTokenizer()
+END = TOKENIZER.eos_token_id
+RNG = np.random.default_rng(0)
+
+
+def new_session(**limits: Any) -> Session:
+    return SessionStore(TOKENIZER, LAYOUT, **limits).get("s")
+
+
+def random_rows(count: int) -> NDArray[np.uint8]:
+    """Rows as vLLM gives them: zeros where there is no router."""
+    rows = np.zeros((count, 3, 2), np.uint8)
+    for row in rows:
+        for layer in LAYOUT.moe_layers:
+            row[layer] = RNG.permutation(8)[:2]
+    return rows
+
+
+def completed(
+    prompt: Sequence[int],
+    *answers: Sequence[int],
+    version: int = 0,
+    rows: NDArray[np.uint8] | None = None,
+    finish_reason: str = "stop",
+    kept: KeptIds | None = None,
+) -> Completion:
+    """A completion with random log-probs and routes; ``rows``: those of the prompt, and of the answer but its last."""
+    outputs = [
+        CompletionOutput(
+            index=index,
+            token_ids=np.array(ids, np.int64),
+            text="",
+            finish_reason=finish_reason,
+            policy_versions=np.full(len(ids), version, np.int32),
+            logprobs=-RNG.random(len(ids), np.float32),
+            routed_experts=random_rows(len(prompt) + len(ids) - 1) if rows is None else rows,
+            kept=kept,
+        )
+        for index, ids in enumerate(answers)
+    ]
+    return Completion(
+        request_id="r", prompt=None, prompt_token_ids=np.array(prompt, np.int64), num_cached_tokens=3, outputs=outputs
+    )
+
+
+def call(session: Session, prompt: Sequence[int], *answers: Sequence[int], **kwargs: Any) -> Completion:
+    completion = completed(prompt, *answers, **kwargs)
+    session.record(prompt, completion)
+    return completion
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def full(td: TensorDictBase) -> list[int]:
+    return td["tokens", "full"].tolist()
+
+
+def trained(td: TensorDictBase) -> list[int]:
+    return td["tokens", "full"][td["masks", "all_assistant_mask"]].tolist()
+
+
+# -- against full lists -----------------------------------------------------------------------------------------------
+
+Label = tuple[int, int]
+"""A token's id, and the number of the answer that it was sampled for; -1: it was given."""
+
+
+class FullLists:
+    """What a session should know, kept as one full list per answer: quadratic, and without a tree."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[Label, ...]] = []
+        self.rows: dict[tuple[Label, ...], Any] = {}  # all tokens up to one -> the experts that it was first read by
+        self.by: dict[tuple[Label, ...], int] = {}  # and the version of the weights
+        self.values: list[tuple[Completion, int, float]] = []
+        self.resume: list[str] = []
+
+    def record(self, completion: Completion, temperature: float) -> None:
+        prompt = completion.prompt_token_ids.tolist()
+        asked = self.labelled(prompt)
+        for output in completion.outputs:
+            number = len(self.answers)
+            labels = (*asked, *((token, number) for token in output.token_ids.tolist()))
+            self.answers.append(labels)
+            self.values.append((completion, output.index, temperature))
+            version, how = int(output.policy_versions[0]), "none"
+            for t, row in enumerate(output.routed_experts.tolist()):
+                before = labels[: t + 1]
+                had = self.rows.setdefault(before, row)
+                by = self.by.setdefault(before, version)
+                if any(set(one) != set(other) for one, other in zip(had, row, strict=True)):
+                    how = "live"
+                elif by != version and how == "none":
+                    how = "forced"
+            self.resume.append(how)
+
+    def labelled(self, prompt: list[int]) -> tuple[Label, ...]:
+        """The prompt, with the answers that it repeats whole."""
+        best: tuple[Any, tuple[Label, ...]] = ((0, 0, ()), ())
+        for known in self.answers:
+            shared = 0
+            while shared < min(len(known), len(prompt)) and known[shared][0] == prompt[shared]:
+                shared += 1
+            while 0 < shared < len(known) and known[shared][1] == known[shared - 1][1] != -1:  # half of an answer
+                shared -= 1
+            owners = tuple(dict.fromkeys(number for _, number in known[:shared] if number >= 0))
+            best = max(best, ((len(owners), shared, owners), known[:shared]), key=lambda one: one[0])
+        return (*best[1], *((token, -1) for token in prompt[len(best[1]) :]))
+
+    def trajectories(self, shared: str) -> list[dict[str, Any]]:
+        found, taken = [], set()
+        for number, labels in enumerate(self.answers):
+            if any(number in {owner for _, owner in other[: len(labels)]} for other in self.answers if other != labels):
+                continue
+            owners = [one for one in dict.fromkeys(owner for _, owner in labels) if one >= 0 and one not in taken]
+            if shared == "first":
+                taken.update(owners)
+            for temperature in dict.fromkeys(self.values[owner][2] for owner in owners):
+                found.append(
+                    self.trajectory(labels, [one for one in owners if self.values[one][2] == temperature], temperature)
+                )
+        return found
+
+    def trajectory(self, labels: tuple[Label, ...], counted: list[int], temperature: float) -> dict[str, Any]:
+        log_probs, versions, rows = [], [], []
+        for t, (_, owner) in enumerate(labels):
+            at = t - next(i for i, label in enumerate(labels) if label[1] == owner)
+            completion, index, _ = self.values[owner]
+            output = completion.outputs[index]
+            log_probs.append(float(output.logprobs[at]) if owner in counted else None)
+            versions.append(int(output.policy_versions[at]) if owner >= 0 else -1)
+            row = self.rows.get(labels[: t + 1])
+            rows.append([[-1, -1], *(row[1:] if row else [[-1, -1]] * 2)])
+        worst = max((self.resume[owner] for _, owner in labels if owner >= 0), key=["none", "forced", "live"].index)
+        return {
+            "full": [token for token, _ in labels],
+            "mask": [owner in counted for _, owner in labels],
+            "log_probs": log_probs,
+            "versions": versions,
+            "routes": rows,
+            "temperature": temperature,
+            "resume": worst,
+        }
+
+
+def plain(td: TensorDictBase) -> dict[str, Any]:
+    return {
+        "full": full(td),
+        "mask": td["masks", "all_assistant_mask"].tolist(),
+        "log_probs": [None if value != value else value for value in td["log_probs", "full"].tolist()],
+        "versions": td["policy_versions", "full"].tolist(),
+        "routes": td["routed_experts", "full"].tolist(),
+        "temperature": float(td["sampling", "temperature"]),
+        "resume": td["resume"],
+    }
+
+
+FEW = st.integers(0, 2)  # few ids, so that prompts and answers begin alike
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "base": st.integers(0, 30),
+            "cut": st.integers(0, 12),
+            "whole": st.booleans(),
+            "more": st.lists(FEW, max_size=4),
+            "answers": st.lists(st.lists(FEW, min_size=1, max_size=4), min_size=1, max_size=2),
+            "version": st.integers(0, 2),
+            "temperature": st.sampled_from([0.5, 1.0]),
+            "same_rows": st.booleans(),
+        }
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(CALLS)
+@settings(max_examples=300)
+def test_trajectories_equal_those_of_full_lists(calls: list[dict[str, Any]]) -> None:
+    session, lists = new_session(), FullLists()
+    for one in calls:
+        known = [[token for token, _ in labels] for labels in lists.answers] or [[]]
+        base = known[one["base"] % len(known)]
+        prompt = (base if one["whole"] else base[: one["cut"]]) + one["more"] or [7]
+        completion = completed(prompt, *one["answers"], version=one["version"])
+        if one["same_rows"]:  # as they are known, in another order
+            for output in completion.outputs:
+                for t in range(len(prompt)):
+                    row = lists.rows.get(lists.labelled(prompt)[: t + 1])
+                    if row is not None:
+                        output.routed_experts[t] = np.array(row)[:, ::-1]
+        session.record(prompt, completion, sampling_params={"temperature": one["temperature"]})
+        lists.record(completion, one["temperature"])
+    for shared in ("first", "all"):
+        assert [plain(td) for td in session.trajectories(shared)] == lists.trajectories(shared)
+        for td in session.trajectories(shared):
+            assert full(td) == td["tokens", "prompt"].tolist() + td["tokens", "response"].tolist()
+            assert td["masks", "all_assistant_mask"].nonzero()[0] == len(td["tokens", "prompt"])
+            td["routed_experts"].validate(LAYOUT, num_tokens=len(full(td)))
+    # each token once: as many as there are different beginnings
+    assert session.num_tokens == len({labels[: t + 1] for labels in lists.answers for t in range(len(labels))})
+    counted = [int(td["masks", "all_assistant_mask"].sum()) for td in session.trajectories()]
+    assert sum(counted) == sum(len(answer) for one in calls for answer in one["answers"])
+    assert_equal(load_trajectories(session.to_safetensors()), session.trajectories())
+
+
+def assert_equal(left: list[TensorDict], right: list[TensorDict]) -> None:
+    """Every leaf is the same bit for bit, and of the same class."""
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert {key: type(one[key]) for key in one.keys()} == {key: type(other[key]) for key in other.keys()}  # noqa: SIM118
+        leaves = [dict(td.items(True, True, is_leaf=is_leaf_nontensor)) for td in (one, other)]
+        assert leaves[0].keys() == leaves[1].keys()
+        for key, value in leaves[0].items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == leaves[1][key].dtype
+                assert value.numpy().tobytes() == leaves[1][key].numpy().tobytes(), key
+            else:
+                assert value.data == leaves[1][key].data, key
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_continued_answer_is_one_trajectory_of_two_turns() -> None:
+    session = new_session()
+    first = call(session, [1, 2], [3, 4], version=5)
+    second = call(session, [1, 2, 3, 4, 9], [6], version=7)
+    (td,) = session.trajectories()
+    assert full(td) == [1, 2, 3, 4, 9, 6]
+    assert td["masks", "all_assistant_mask"].tolist() == [False, False, True, True, False, True]
+    assert td["tokens", "prompt"].tolist() == [1, 2]
+    expected = [np.nan, np.nan, *first.outputs[0].logprobs, np.nan, *second.outputs[0].logprobs]
+    np.testing.assert_array_equal(td["log_probs", "full"].numpy(), np.array(expected, np.float32))
+    np.testing.assert_array_equal(td["log_probs", "response"].numpy(), np.array(expected[2:], np.float32))
+    assert td["policy_versions", "full"].tolist() == [-1, -1, 5, 5, -1, 7]
+    assert (int(td["policy_version"]), int(td["num_segments"]), int(td["num_cached_tokens"])) == (5, 2, 3)
+    # the first three rows are the first call's; that of its last token, 4, came with the second call
+    rows = td["routed_experts", "full"]
+    np.testing.assert_array_equal(rows[:3, 1:], first.outputs[0].routed_experts[:3, 1:].astype(np.int8))
+    np.testing.assert_array_equal(rows[3:5, 1:], second.outputs[0].routed_experts[3:5, 1:].astype(np.int8))
+    assert (rows[5] == -1).all()
+    assert (rows[:, 0] == -1).all()
+
+
+def test_a_shared_answer_is_trained_on_in_its_first_leaf() -> None:
+    session = new_session()
+    call(session, [1], [2])
+    call(session, [1, 2, 3], [4])
+    call(session, [1, 2, 5], [6])
+    assert [(full(td), trained(td)) for td in session.trajectories()] == [
+        ([1, 2, 3, 4], [2, 4]),
+        ([1, 2, 5, 6], [6]),
+    ]
+    assert [trained(td) for td in session.trajectories("all")] == [[2, 4], [2, 6]]
+    # where a token is not trained on, nothing says that it was sampled: another masking of a loss skips it too
+    assert session.trajectories()[1]["log_probs", "full"].isfinite().tolist() == [False, False, False, True]
+
+
+def test_answers_that_begin_alike_were_sampled_twice() -> None:
+    session = new_session()
+    call(session, [1], [2, 3])
+    call(session, [1], [2, 3])
+    newest = call(session, [1], [2, 3]).outputs[0].logprobs[0]
+    call(session, [1, 2, 3, 4], [5])
+    tds = session.trajectories()
+    assert [full(td) for td in tds] == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5]]
+    assert float(tds[2]["log_probs", "full"][1]) == newest  # the newest is continued
+
+
+def test_half_of_an_answer_is_the_clients_own() -> None:
+    session = new_session()
+    call(session, [1], [2, 3, 4])
+    call(session, [1, 2, 3], [8])
+    assert [(full(td), trained(td)) for td in session.trajectories()] == [
+        ([1, 2, 3, 4], [2, 3, 4]),
+        ([1, 2, 3, 8], [8]),
+    ]
+
+
+def test_a_sub_agent_and_a_compaction_are_branches() -> None:
+    session = new_session()
+    call(session, ids("main: do it"), ids(" by a helper"))
+    call(session, ids("helper: do it"), ids(" done"))
+    call(session, ids("main: do it by a helper. It says: done"), ids(" good"))
+    call(session, ids("main: summary"), ids(" all done"))
+    texts = [TOKENIZER.decode(full(td)) for td in session.trajectories()]
+    assert texts == ["helper: do it done", "main: do it by a helper. It says: done good", "main: summary all done"]
+    assert session.num_tokens == len("main: do it by a helper. It says: done goodhelper: do it donesummary all done")
+
+
+# Two ids for one text: byte 200 alone is no UTF-8, and decodes to U+FFFD, whose own three bytes do so too.
+BAD, REPLACEMENT = [200], list("\ufffd".encode())
+
+
+def test_an_answer_is_sent_as_it_was_sampled_though_its_text_encodes_otherwise() -> None:
+    session = new_session()
+    prompt, answer = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), [104, *BAD, 105, END]
+    call(session, prompt, answer)
+    rest = ids("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
+    rendered = [*prompt, 104, *REPLACEMENT, 105, END, *rest]
+    assert session.prompt_ids(rendered) == prompt + answer + rest
+    assert session.prompt_ids(rendered) != rendered
+    # and so on, over a second such answer
+    call(session, prompt + answer + rest, [*BAD, END])
+    again = [*rendered, *REPLACEMENT, END, *rest]
+    assert session.prompt_ids(again) == prompt + answer + rest + [*BAD, END] + rest
+    (td,) = [td for td in session.trajectories()]
+    assert trained(td) == [*answer, *BAD, END]
+
+
+SAID = st.lists(st.integers(0, 255), min_size=1, max_size=6)
+TURN = st.tuples(SAID, st.booleans(), st.text(max_size=4))
+
+
+@given(st.text(max_size=4), st.lists(TURN, min_size=1, max_size=4))
+def test_any_bytes_that_were_sampled_are_sent_again(asked: str, turns: list[tuple[list[int], bool, str]]) -> None:
+    """Whatever they decode to; the client sends text, and the template writes the end of a turn that was cut."""
+    session = new_session()
+    sent = ids(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+    text = TOKENIZER.decode(sent)
+    for answer, is_cut, said in turns:
+        sampled = answer if is_cut else [*answer, END]
+        call(session, sent, sampled)
+        rest = ("<|im_end|>" if is_cut else "") + f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+        sent, text = sent + sampled + ids(rest), text + TOKENIZER.decode(sampled) + rest
+        assert session.prompt_ids(ids(text)) == sent
+    (td,) = session.trajectories()
+    assert trained(td) == [token for answer, is_cut, _ in turns for token in (answer if is_cut else [*answer, END])]
+
+
+def test_an_answer_that_another_text_follows_is_left_as_rendered() -> None:
+    session = new_session()
+    call(session, ids("ab"), [*BAD, 99])
+    for other in (ids("ab") + REPLACEMENT, ids("ax") + REPLACEMENT + [99], ids("b"), ids("ab") + REPLACEMENT + [98]):
+        assert session.prompt_ids(other) == other
+
+
+def test_a_rest_that_no_token_begins_is_encoded_again() -> None:
+    """In a prompt of text, the answer's last character and the next one may be one token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges=[("a", "b"), ("b", "c")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, clean_up_tokenization_spaces=False)
+    tokenizer.backend_tokenizer.decoder = __import__("tokenizers").decoders.Fuse()
+    session = SessionStore(tokenizer, LAYOUT).get("s")
+    call(session, [2], [0])  # "c", then "a"
+    assert tokenizer("cabc", add_special_tokens=False)["input_ids"] == [2, 3, 2]
+    assert session.prompt_ids([2, 3, 2]) == [2, 0, 4]  # "a" stays, and "bc" is encoded
+
+
+# -- by messages ------------------------------------------------------------------------------------------------------
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+OPEN = "<|im_start|>assistant\n"
+SYSTEM = {"role": "system", "content": "sys"}
+
+
+class Chat:
+    """A client, and a template that drops reasoning from all answers but the one that is being made."""
+
+    def __init__(self, session: Session, system: str = "sys") -> None:
+        self.session, self.system = session, system
+
+    def rendered(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        said = [turn(one["role"], one.get("content") or json.dumps(one.get("tool_calls"))) for one in messages]
+        return ids(turn("system", self.system) + "".join(said) + OPEN)
+
+    def ask(self, messages: Sequence[dict[str, Any]], answer: str, returned: dict[str, Any]) -> list[int]:
+        sent = self.session.prompt_ids(self.rendered(messages), messages)
+        completion = completed(sent, ids(answer))
+        self.session.record(sent, completion, messages=messages, message_returned=returned)
+        return sent
+
+
+THOUGHT = "<think>hm</think>yes<|im_end|>"
+YES = {"role": "assistant", "content": "yes", "reasoning": "hm", "tool_calls": [], "refusal": None}
+SENT_BACK = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+
+
+def test_reasoning_that_the_template_drops_stays_in_what_is_sent() -> None:
+    chat = Chat(new_session())
+    first = chat.ask([user("a")], THOUGHT, YES)
+    second = chat.ask([user("a"), SENT_BACK, user("b")], "<think>so</think>no<|im_end|>", {**YES, "content": "no"})
+    assert second == first + ids(THOUGHT + "\n" + turn("user", "b") + OPEN)
+    history = [user("a"), YES, user("b"), {"role": "assistant", "content": "no"}, user("c")]
+    third = chat.ask(history, "ok<|im_end|>", {"role": "assistant", "content": "ok"})
+    assert third == second + ids("<think>so</think>no<|im_end|>\n" + turn("user", "c") + OPEN)
+    (td,) = chat.session.trajectories()
+    assert trained(td) == ids(THOUGHT + "<think>so</think>no<|im_end|>" + "ok<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [user("a"), {**YES, "content": "yes!"}, user("b")],
+        [user("a"), {**YES, "reasoning": "ho"}, user("b")],
+        [user("A"), YES, user("b")],
+        [SYSTEM, user("a"), YES, user("b")],
+        [user("a"), user("b")],
+    ],
+    ids=["the answer", "its reasoning", "the question", "one more message", "the answer left out"],
+)
+def test_a_history_that_the_client_changed_is_a_branch(changed: list[dict[str, Any]]) -> None:
+    chat = Chat(new_session())
+    chat.ask([user("a")], THOUGHT, YES)
+    assert chat.ask(changed, "ok<|im_end|>", {"role": "assistant", "content": "ok"}) == chat.rendered(changed)
+    assert [trained(td) for td in chat.session.trajectories()] == [ids(THOUGHT), ids("ok<|im_end|>")]
+
+
+def test_other_tools_are_another_prompt_though_the_messages_are_the_same() -> None:
+    session = new_session()
+    Chat(session).ask([user("a")], THOUGHT, YES)
+    other = Chat(session, system="sys, and a calculator")
+    history = [user("a"), YES, user("b")]
+    assert other.ask(history, "ok<|im_end|>", YES) == other.rendered(history)
+
+
+def test_an_answer_that_was_cut_goes_on_at_the_end_of_its_turn() -> None:
+    chat = Chat(new_session())
+    first = chat.ask([user("a")], "<think>hm</think>ye", {"role": "assistant", "content": "ye"})
+    second = chat.ask([user("a"), {"role": "assistant", "content": "ye"}, user("b")], "no<|im_end|>", YES)
+    assert second == first + ids("<think>hm</think>ye<|im_end|>\n" + turn("user", "b") + OPEN)
+
+
+def test_an_answer_with_an_end_inside_is_no_message() -> None:
+    chat = Chat(new_session())
+    chat.ask([user("a")], "<think><|im_end|>hm</think>yes<|im_end|>", YES)
+    history = [user("a"), YES, user("b")]
+    assert chat.session.prompt_ids(chat.rendered(history), history) == chat.rendered(history)
+
+
+def test_a_tool_call_is_the_same_however_its_arguments_are_written() -> None:
+    chat = Chat(new_session())
+    made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    back = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
+    other = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":2}'}}
+    answer = "<tool_call>f(1, 2)</tool_call><|im_end|>"
+    first = chat.ask([user("a")], answer, {"role": "assistant", "content": None, "tool_calls": [made]})
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    history = [user("a"), {"role": "assistant", "content": "", "tool_calls": [back]}, result]
+    assert chat.session.prompt_ids(chat.rendered(history), history) == first + ids(
+        answer + "\n" + turn("tool", "3") + OPEN
+    )
+    history[1] = {"role": "assistant", "tool_calls": [other]}
+    assert chat.session.prompt_ids(chat.rendered(history), history) == chat.rendered(history)
+
+
+def test_of_several_choices_the_one_that_came_back_is_continued() -> None:
+    session = new_session()
+    chat = Chat(session)
+    prompt = chat.rendered([user("a")])
+    returned = [{"role": "assistant", "content": text} for text in ("x", "y")]
+    completion = completed(prompt, ids("<think>1</think>x<|im_end|>"), ids("<think>2</think>y<|im_end|>"))
+    session.record(prompt, completion, messages=[user("a")], message_returned=returned)
+    for choice, thought in ((0, "1"), (1, "2")):
+        history = [user("a"), returned[choice], user("b")]
+        sent = session.prompt_ids(chat.rendered(history), history)
+        assert sent[len(prompt) :] == ids(
+            f"<think>{thought}</think>{'xy'[choice]}<|im_end|>\n" + turn("user", "b") + OPEN
+        )
+
+
+# -- what a trajectory is trained with --------------------------------------------------------------------------------
+
+
+def test_kept_tokens_come_with_the_tokens_they_belong_to() -> None:
+    session = new_session()
+    kept = KeptIds(np.array([3, 7, 4], np.int32), np.array([2, -1], np.int32))
+    call(session, [1, 2], [3, 5], kept=kept)
+    call(session, [1, 2, 3, 5, 8], [6])
+    (td,) = session.trajectories()
+    found: KeptTokens = td["sampling", "kept"].validate(vocabulary=9, num_tokens=6, tokens=td["tokens", "full"])
+    assert found.sizes.tolist() == [0, 0, 2, -1, 0, 0]
+    assert found.ids.tolist() == [3, 7, 4]
+
+
+def test_answers_at_two_temperatures_are_two_trajectories() -> None:
+    session = new_session()
+    session.record([1], completed([1], [2]), sampling_params={"temperature": 0.5})
+    session.record([1, 2, 3], completed([1, 2, 3], [4]), sampling_params={"temperature": 1.0})
+    tds = session.trajectories()
+    assert [(float(td["sampling", "temperature"]), full(td), trained(td)) for td in tds] == [
+        (0.5, [1, 2, 3, 4], [2]),
+        (1.0, [1, 2, 3, 4], [4]),
+    ]
+
+
+def test_what_no_trainer_can_score_is_context_only() -> None:
+    session = new_session()
+    session.record([1], completed([1], [2]), sampling_params={"repetition_penalty": 1.1})
+    assert session.trajectories() == []
+    call(session, [1, 2, 3], [4])
+    assert [trained(td) for td in session.trajectories()] == [[4]]
+
+
+def test_aborted_and_empty_answers_are_left_out() -> None:
+    session = new_session()
+    call(session, [1], [2], finish_reason="abort")
+    call(session, [1], [], rows=random_rows(0))
+    assert session.trajectories() == []
+    assert session.num_calls == 2
+
+
+def test_losses_take_trajectories_as_they_are() -> None:
+    from tensordict import lazy_stack
+    from tensordict.nn import TensorDictModuleBase
+
+    class Actor(TensorDictModuleBase):
+        in_keys, out_keys = [("tokens", "full")], []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def score(self, td: TensorDictBase, entropy: bool = False) -> Any:
+            rows = td.get(("log_probs", "full"), as_list=True)
+            longest = max(map(len, rows))
+            padded = [torch.nn.functional.pad(row.nan_to_num(), (longest - len(row), 0)) for row in rows]
+            return torch.stack(padded) + self.weight, None, None
+
+    session = new_session()
+    call(session, [1], [2, 3])
+    call(session, [1, 2, 3, 4], [5])
+    call(session, [1, 2, 3, 6], [7])
+    batch = lazy_stack(session.trajectories())
+    batch.set("advantage", torch.ones(2, 1, 1))
+    for masking in ("sft", "rlhf"):
+        actor = Actor()
+        out = GRPOLoss(actor, masking_strategy=masking, entropy_bonus=False)(batch)
+        out.loss_objective.backward()
+        # four sampled tokens of advantage 1 and ratio 1: the mean over them is -1
+        assert float(out.loss_objective.detach()) == pytest.approx(-1.0)
+        assert float(actor.weight.grad) == pytest.approx(-1.0)
+
+
+# -- reading again ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_to_follow_are_those_of_other_weights() -> None:
+    session = new_session()
+    assert session.routes_to_follow([1, 2]) is None
+    call(session, [1, 2], [3, 4], version=1)
+    sent = [1, 2, 3, 4, 5]
+    known = session.trajectories()[0]["routed_experts", "full"].numpy()
+    np.testing.assert_array_equal(session.routes_to_follow(sent), known[:3])  # 4 was never read
+    np.testing.assert_array_equal(session.routes_to_follow(sent, version=2), known[:3])
+    assert session.routes_to_follow(sent, version=1) is None
+    assert session.routes_to_follow([9, 9]) is None
+    np.testing.assert_array_equal(session.routes_to_follow([1, 9]), known[:1])
+    # new weights read on: the first three rows are the old ones', 4 and 5 and 6 the new ones'
+    call(session, sent, [6, 7], version=2)
+    longer = [*sent, 6, 7, 8]
+    assert len(session.routes_to_follow(longer, version=2)) == 3
+    assert len(session.routes_to_follow(longer, version=3)) == 6
+    assert session.routes_to_follow(longer, version=1).shape[0] == 6
+
+
+@pytest.mark.parametrize(("same", "version", "how"), [(True, 1, "none"), (True, 2, "forced"), (False, 2, "live")])
+def test_a_trajectory_says_how_its_beginning_was_read_again(same: bool, version: int, how: str) -> None:
+    session = new_session()
+    first = call(session, [1, 2], [3], version=1).outputs[0].routed_experts
+    rows = random_rows(4)
+    if same:
+        rows[:2] = first
+    else:
+        rows[:2] = (first + np.uint8(1)) % 8
+        rows[:, 0] = 0
+    call(session, [1, 2, 3, 4], [5], version=version, rows=rows)
+    (td,) = session.trajectories()
+    assert td["resume"] == how
+    np.testing.assert_array_equal(td["routed_experts", "full"][:2, 1:], first[:, 1:])  # the first writer wins
+
+
+def test_an_answer_may_come_with_the_rows_of_its_last_tokens_only() -> None:
+    whole, parts = new_session(), new_session()
+    for session in (whole, parts):
+        state = RNG.bit_generator.state
+        first, second = completed([1, 2], [3, 4]), completed([1, 2, 3, 4, 5], [6, 7])
+        if session is parts:
+            second.outputs[0].routed_experts = second.outputs[0].routed_experts[3:]
+        session.record([1, 2], first)
+        session.record([1, 2, 3, 4, 5], second)
+        RNG.bit_generator.state = state
+    (td,), (other,) = whole.trajectories(), parts.trajectories()
+    np.testing.assert_array_equal(td["routed_experts", "full"], other["routed_experts", "full"])
+    assert (td["resume"], other["resume"]) == ("live", "none")
+
+
+def test_an_engine_without_routes() -> None:
+    session = SessionStore(TOKENIZER).get("s")
+    call(session, [1], [2])
+    call(session, [1, 2, 3], [4])
+    (td,) = session.trajectories()
+    assert "routed_experts" not in td.keys()  # noqa: SIM118
+    assert session.routes_to_follow([1, 2]) is None
+    assert_equal(load_trajectories(session.to_safetensors()), [td])
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_grows_with_its_new_tokens_only() -> None:
+    """100 turns: the prompts add up to 50 times the tokens that are kept, and each token costs its own arrays."""
+    session = new_session()
+    prompt, sent, sizes = [1] * 20, 0, []
+    for _ in range(100):
+        call(session, prompt, [2] * 10)
+        sent += len(prompt) + 10
+        prompt = prompt + [2] * 10 + [3] * 20
+        sizes.append(session.nbytes)
+    assert session.num_tokens == 20 + 100 * 10 + 99 * 20
+    assert sent > 50 * session.num_tokens
+    # id 4 bytes, experts 3 * 2; of a sampled token also log-prob and version
+    assert session.nbytes == session.num_tokens * (4 + 6) + 1000 * 8
+    assert len(set(np.diff(sizes))) == 1
+    (td,) = session.trajectories()
+    assert len(full(td)) == session.num_tokens
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_routes_may_stay_with_the_session() -> None:
+    session = new_session()
+    call(session, [1], [2])
+    call(session, [1, 2, 3], [4])
+    call(session, [1, 5], [6])
+    small, large = session.to_safetensors(routes=False), session.to_safetensors()
+    assert len(small) < len(large)
+    assert_equal(load_trajectories(small, session.routes_to_safetensors), load_trajectories(large))
+    left = load_trajectories(small)
+    assert [int(td["routes_of"]) for td in left] == [1, 2]
+    assert all("routed_experts" not in td.keys() for td in left)  # noqa: SIM118
+    with pytest.raises(KeyError, match="answer 3"):
+        session.routes_to_safetensors(3)
+
+
+def test_a_session_without_calls_is_an_empty_file() -> None:
+    assert load_trajectories(new_session().to_safetensors()) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 40, new_session().to_safetensors()[:-1], b"\x02\0\0\0\0\0\0\0{}"])
+def test_another_file_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not the trajectories"):
+        load_trajectories(data)
+
+
+# -- bad input, and limits --------------------------------------------------------------------------------------------
+
+
+def test_what_a_session_refuses() -> None:
+    session = new_session()
+    for prompt in ([], [[1]], [1.5], "ab"):
+        with pytest.raises(ValueError, match="token ids"):
+            session.prompt_ids(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another prompt"):
+        session.record([1], completed([2], [3]))
+    without = completed([1], [2])
+    without.outputs[0].logprobs = None
+    with pytest.raises(ValueError, match="logprobs=0"):
+        session.record([1], without)
+    with pytest.raises(ValueError, match="2 messages"):
+        session.record([1], completed([1], [2]), messages=[user("a")], message_returned=[YES, YES])
+    with pytest.raises(ValueError, match="mappings"):
+        session.prompt_ids([1], ["a"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="rows"):
+        session.record([1], completed([1], [2], rows=random_rows(2)))
+    with pytest.raises(ValueError, match="'first' or 'all'"):
+        session.trajectories("none")  # type: ignore[arg-type]
+    assert (session.num_tokens, session.num_calls, session.trajectories()) == (0, 0, [])
+
+
+def test_a_session_has_room_for_so_many_tokens() -> None:
+    session = new_session(max_tokens_per_session=6)
+    call(session, [1, 2], [3])
+    with pytest.raises(SessionLimitError, match="has 3 tokens, and this call adds 4: the limit is 6"):
+        session.prompt_ids([9, 9, 9, 9])
+    assert session.prompt_ids([1, 2, 3, 4]) == [1, 2, 3, 4]  # adds one
+    with pytest.raises(SessionLimitError):
+        session.record([1, 2, 3, 4], completed([1, 2, 3, 4], [5, 5, 5]))
+    assert session.num_tokens == 3
+    call(session, [1, 2, 3, 4], [5, 5])
+    assert session.num_tokens == 6
+
+
+def test_a_store_keeps_so_many_sessions_so_long() -> None:
+    now = [0.0]
+    store = SessionStore(TOKENIZER, LAYOUT, max_sessions=2, ttl=10.0, clock=lambda: now[0])
+    one, two = store.get("1"), store.get("2")
+    assert (one is store.get("1"), store.ids()) == (True, ["2", "1"])
+    with pytest.raises(SessionLimitError, match="max_sessions"):
+        store.get("3")
+    with two.under_way(lambda: None):
+        now[0] = 10.0  # nobody has used them since; two has a request
+        assert store.get("3") is not one
+        assert store.ids() == ["2", "3"]
+    assert one.is_closed
+    store.close("2")
+    store.close("2")
+    assert store.get("2") is not two
+    for bad in ("", "x" * 257, 3, None):
+        with pytest.raises(ValueError, match="session's id"):
+            store.get(bad)  # type: ignore[arg-type]
+    for limits in ({"max_sessions": 0}, {"ttl": 0.0}, {"max_tokens_per_session": 0}):
+        with pytest.raises(ValueError, match=next(iter(limits))):
+            SessionStore(TOKENIZER, LAYOUT, **limits)
+
+
+def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded() -> None:
+    session = new_session()
+    call(session, [1], [2])
+    cancelled = []
+    with session.under_way(lambda: cancelled.append("ended")):
+        pass
+    with session.under_way(lambda: cancelled.append("running")):
+        session.close()
+        session.close()
+    assert cancelled == ["running", "running"]
+    with pytest.raises(SessionClosedError, match="has ended"), session.under_way(lambda: None):
+        pass
+    with pytest.raises(SessionClosedError):
+        call(session, [1], [2])
+    assert len(session.trajectories()) == 1
+
+
+def test_threads_may_record_at_once() -> None:
+    session = new_session()
+    completions = [completed([1, 2, i], [3]) for i in range(32)]
+    threads = [
+        threading.Thread(target=session.record, args=(one.prompt_token_ids.tolist(), one)) for one in completions
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.num_tokens == 2 + 2 * 32
+    assert sorted(full(td)[2] for td in session.trajectories()) == list(range(32))
+
+
+def test_routes_are_of_the_rollouts_class() -> None:
+    session = new_session()
+    call(session, [1], [2])
+    assert isinstance(session.trajectories()[0]["routed_experts"], RoutedExperts)

@@ -1,0 +1,514 @@
+"""Sessions: the calls of one agent, and the trajectories that losses take.
+
+An agent sends its whole conversation with each call. A :class:`Session` finds what is new in it, has what was sampled
+sent as it was sampled, and keeps all that the engine reports in a :class:`~torchrl_moe.http.tree.TokenTree`. Nothing
+here knows HTTP or an engine.
+
+Letters: T tokens, P prompt tokens, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from torchrl_moe._checks import check_number, shown
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import SessionClosedError, SessionLimitError
+from torchrl_moe.http.tree import Ids, Node, Rows, TokenTree
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.sampling_fields import fields_of
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Session", "SessionStore"]
+
+Message: TypeAlias = Mapping[str, Any]
+REASONING = ("reasoning", "reasoning_content")
+"""Entries of a message that clients may leave out when they send it back: OpenAI's API has no place for them."""
+HEAD = 16
+CUT = "\ufffd"
+"""What half of a character is decoded to."""
+LONGEST_ID = 256
+
+
+def _as_ids(ids: Sequence[int]) -> Ids:
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+        raise ValueError(f"a prompt is a list of token ids, and not empty, got {shown(ids)}")
+    return array.astype(np.int32)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _digest(*parts: bytes) -> bytes:
+    # lengths first, so that no two lists of parts are one text
+    return hashlib.blake2b(b"".join(len(part).to_bytes(8, "big") + part for part in parts), digest_size=16).digest()
+
+
+def _said(message: Message) -> bytes:
+    """Return what a message says, in one form for all clients: unset entries left out, parts of text joined."""
+    plain = {key: value for key, value in message.items() if value not in (None, "", [], {}) and key not in REASONING}
+    content = plain.get("content")
+    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        plain["content"] = "".join(str(one.get("text", "")) for one in content)
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_called(call) for call in calls]
+    return json.dumps(plain, sort_keys=True, default=repr).encode()
+
+
+def _called(call: object) -> object:
+    """Return a tool call with its arguments as JSON's values: a client may write the same ones otherwise."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    with suppress(json.JSONDecodeError):  # a model's own mistake is compared as it was made
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _reasoning(message: Message) -> bytes:
+    """Return the digest of a message's reasoning; empty if it has none."""
+    text = next((message[name] for name in REASONING if message.get(name)), None)
+    return b"" if text is None else _digest(str(text).encode())
+
+
+# -- a session --------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """The calls of one agent; see :class:`SessionStore`. All methods may be called from any thread.
+
+    Attributes:
+        id: its name.
+        generate: asks the engine in the place of ``engine.agenerate``, with the same arguments, for a collector that
+            bounds ages and counts requests; ``None``: the engine is asked.
+        sampling_params: go before those of each call.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: RoutingLayout | None,
+        max_tokens: int,
+        end_of_turn_ids: Collection[int],
+    ) -> None:
+        self.id = session_id
+        self.generate: Callable[..., Awaitable[Completion]] | None = None
+        self.sampling_params: dict[str, object] = {}
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._tree = TokenTree(layout, end_of_turn_ids)
+        self._lock = threading.RLock()
+        # digest of a conversation that ends in an answer -> that answer, and the digest of its reasoning
+        self._returned: dict[bytes, tuple[Node, bytes]] = {}
+        self._under_way: dict[object, Callable[[], object]] = {}
+        self._is_closed = False
+        self.num_calls = 0
+        """Calls that were recorded."""
+
+    # -- before a call ----------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, rendered_ids: Sequence[int], messages: Sequence[Message] | None = None) -> list[int]:
+        """Return the ids to send for a prompt that was rendered from text or a chat.
+
+        Encoding an answer's text again may give other ids than were sampled. Where the prompt continues an answer of
+        this session, its own ids are sent, then those of the rest:
+
+        - if its text begins with the text of the answer's path, token for token or not;
+        - if its messages begin with those of an earlier call and the message that this call returned, and what was
+          rendered before and between answers is the same. So answers keep what a template drops or rewrites in them,
+          such as the reasoning of earlier turns. A client may leave out reasoning, but not change it.
+
+        Otherwise the rendered ids are sent as they are, and a branch begins. Of several such answers, the one with most
+        answers before it counts, then the newest.
+
+        Args:
+            rendered_ids: ``[P]``, the whole prompt.
+            messages: the chat that it was rendered from, as plain JSON; ``None`` for text.
+
+        Raises:
+            SessionLimitError: the session has no room for it.
+            ValueError: there are no ids.
+        """
+        rendered = _as_ids(rendered_ids)
+        with self._lock:
+            node, rest = self._continued(rendered)
+            if messages:
+                said = self._answer_to(messages, rendered)
+                if said is not None and said[0].answers > node.answers:
+                    node, rest = said
+            ids = np.concatenate([node.path_ids(), rest]) if node.answers else rendered
+            self._check_room(len(ids) - self._tree.place(ids).matched)
+        found: list[int] = ids.tolist()
+        return found
+
+    def routes_to_follow(self, prompt_ids: Sequence[int], version: int | None = None) -> Rows | None:
+        """Return the experts that an engine should follow where it reads this session's tokens again.
+
+        Weights that have changed would route earlier tokens otherwise; what is sampled after them would then belong to
+        a context that no trainer computes. Pass the rows to ``engine.agenerate(routed_experts=...)``.
+
+        Args:
+            prompt_ids: the prompt that is sent.
+            version: of the engine's weights. Rows after the last one of other weights are left to the engine, which
+                has them in its prefix cache; ``None``: all rows that are known.
+
+        Returns:
+            ``[rows, L, K]`` for the first tokens of the prompt, -1 where the engine routes; ``None`` if for none.
+        """
+        with self._lock:
+            return self._tree.routes_to_follow(_as_ids(prompt_ids), version)
+
+    @contextmanager
+    def under_way(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """Hold a request within the context: if the session is closed meanwhile, ``cancel`` is called.
+
+        Raises:
+            SessionClosedError: it is closed already.
+        """
+        request = object()
+        with self._lock:
+            self._check_open()
+            self._under_way[request] = cancel
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way.pop(request, None)
+
+    # -- after a call -----------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        *,
+        messages: Sequence[Message] | None = None,
+        message_returned: Message | Sequence[Message] | None = None,
+        sampling_params: object = None,
+    ) -> None:
+        """Add a call: its prompt, and an answer for each choice. Aborted and empty answers are left out.
+
+        Args:
+            prompt_ids: ``[P]``, as they were sent.
+            completion: the engine's answer, with log-probs. Its routes may have all rows, or only the last ones.
+            messages: the chat of the prompt, as the client sent it.
+            message_returned: what the client was given for the answer; of several choices, one each, in their order.
+            sampling_params: what the engine was asked with, a mapping or vLLM's object.
+
+        Raises:
+            SessionClosedError: it is closed.
+            SessionLimitError: the session has no room for it.
+            ValueError: the completion is of another prompt, or lacks log-probs, or returned messages.
+        """
+        prompt = _as_ids(prompt_ids)
+        outputs = [one for one in completion.outputs if len(one.token_ids) and one.finish_reason != "abort"]
+        if not np.array_equal(prompt, completion.prompt_token_ids):
+            raise ValueError("the completion is of another prompt than was sent")
+        if any(output.logprobs is None for output in outputs):
+            raise ValueError("the completion has no log-probs: ask the engine with logprobs=0")
+        returned = [message_returned] if isinstance(message_returned, Mapping) else list(message_returned or ())
+        if returned and len(returned) != len(completion.outputs):
+            raise ValueError(f"{len(returned)} messages were returned for {len(completion.outputs)} choices")
+        given = {**fields_of(sampling_params), **self.sampling_params}
+        params = {name: value for name, value in given.items() if value is not None}
+        rows = {output.index: self._tree.checked(output, len(prompt)) for output in outputs}
+        with self._lock:
+            self._check_open()
+            new = len(prompt) - self._tree.place(prompt).matched
+            self._check_room(new + sum(len(output.token_ids) for output in outputs))
+            conversation = None if messages is None else self._conversation(messages)[-1][0]
+            self.num_calls += 1
+            asked = self._tree.add_prompt(prompt)
+            for output in outputs:
+                node = self._tree.add_answer(asked, completion, output, rows[output.index], params)
+                # an answer with ends of turns inside, as there may be if they are ignored, is not one message
+                if conversation is not None and returned and not self._tree.count_ends(node.ids[:-1]):
+                    message = returned[completion.outputs.index(output)]
+                    self._returned[_digest(conversation, _said(message))] = node, _reasoning(message)
+
+    def trajectories(self, shared: Literal["first", "all"] = "first") -> list[TensorDict]:
+        """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
+
+        It has the keys of a rollout (docs/rollouts.md). ``("masks", "all_assistant_mask")`` is True on the sampled
+        tokens of every turn of its path, and only there are log-probs known, so that any masking of the losses trains
+        on these tokens. ``"prompt"`` are the tokens before the first of them. A leaf whose answers were sampled at
+        several temperatures has one trajectory for each, since a sample is scored at one.
+
+        Args:
+            shared: how answers that several leaves have in common count. ``"first"``: they are masked in all leaves but
+                the first, so that each sampled token is trained on once. ``"all"``: in each leaf.
+
+        Raises:
+            ValueError: ``shared`` is neither.
+        """
+        return [td for td, _ in self._trajectories(shared)]
+
+    def _trajectories(self, shared: Literal["first", "all"]) -> list[tuple[TensorDict, int]]:
+        if shared not in ("first", "all"):
+            raise ValueError(f"shared must be 'first' or 'all', got {shown(shared)}")
+        with self._lock:
+            # not at the top: TorchRL's classes are in a module that imports vLLM, which a server does when it starts
+            from torchrl_moe.http.trajectories import trajectories_of
+
+            return trajectories_of(self._tree.answers, shared)
+
+    def to_safetensors(self, shared: Literal["first", "all"] = "first", routes: bool = True) -> bytes:
+        """Return the trajectories as a file, which :func:`load_trajectories` reads.
+
+        Args:
+            shared: see :meth:`trajectories`.
+            routes: False leaves the routes here, to be asked for by :meth:`routes_to_safetensors`.
+        """
+        from torchrl_moe.http.trajectories import to_safetensors
+
+        return to_safetensors(self._trajectories(shared), routes)
+
+    def routes_to_safetensors(self, answer: int) -> bytes:
+        """Return the routes ``[T, L, K]`` of the trajectory that ends in an answer, given by its number, as a file.
+
+        Raises:
+            KeyError: there is no such answer, or the engine captures no routes.
+        """
+        with self._lock:
+            if self._tree.layout is None or not 0 <= answer < len(self._tree.answers):
+                raise KeyError(f"session {self.id!r} has no routes of an answer {answer}")
+            return safetensors.numpy.save({"routes": self._tree.answers[answer].path_routes()})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it keeps, each counted once."""
+        return self._tree.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of all nodes."""
+        with self._lock:
+            return sum(node.nbytes for node in self._tree.nodes())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Take no more calls, and cancel those under way. What was recorded stays readable. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            cancels = list(self._under_way.values())
+        for cancel in cancels:
+            cancel()
+
+    def __repr__(self) -> str:
+        return (
+            f"Session({self.id!r}, calls={self.num_calls}, tokens={self.num_tokens}, under_way={len(self._under_way)})"
+        )
+
+    # -- where a prompt belongs -------------------------------------------------------------------------------------
+
+    def _continued(self, rendered: Ids) -> tuple[Node, Ids]:
+        """Return the answer that a prompt continues, by ids or text, and the ids after it; the root if none."""
+        best = self._tree.root, rendered
+        reached = [best]
+        while reached:
+            node, rest = reached.pop()
+            if node.answer is not None and node.answers > best[0].answers:
+                best = node, rest
+            for child in node.children:  # the newest is popped first
+                same = np.array_equal(child.ids, rest[: len(child.ids)])
+                left = rest[len(child.ids) :] if same else self._after_text(child, rest)
+                if left is not None:
+                    reached.append((child, left))
+        return best
+
+    def _after_text(self, node: Node, rest: Ids) -> Ids | None:
+        """Return the ids that follow a node's text; ``None`` if other text comes first."""
+        # most texts differ at once, and a long one need not be decoded to see it
+        heads = [self._decode(ids[:HEAD]).rstrip(CUT) for ids in (node.ids, rest)]
+        if not heads[0].startswith(heads[1]) and not heads[1].startswith(heads[0]):
+            return None
+        said = self._decode(node.ids)
+        near = rest[: 4 * len(said) + 8]  # a character is at most four tokens
+        if not said or not self._decode(near).startswith(said):
+            return None
+        # the ids of the rest stay as they were rendered, if one begins where the text ends
+        count = bisect_right(range(len(near) + 1), len(said), key=lambda n: len(self._decode(near[:n]))) - 1
+        if self._decode(near[:count]) == said:
+            return rest[count:]
+        text = self._decode(rest)[len(said) :]
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _decode(self, ids: Ids) -> str:
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return text
+
+    def _conversation(self, messages: Sequence[Message]) -> list[tuple[bytes, Node | None]]:
+        """Return the digest of a conversation before the first and after each message, and the answer it ends in."""
+        found: list[tuple[bytes, Node | None]] = [(b"", None)]
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise ValueError(
+                    f"messages are mappings, such as {{'role': ..., 'content': ...}}, got {shown(message)}"
+                )
+            digest = _digest(found[-1][0], _said(message))
+            node, own = self._returned.get(digest, (None, b""))
+            # other reasoning than the answer's is another message, and so is any that was not returned here
+            if (reasoning := _reasoning(message)) not in (b"", own):
+                digest, node = _digest(digest, reasoning), None
+            found.append((digest, node))
+        return found
+
+    def _answer_to(self, messages: Sequence[Message], rendered: Ids) -> tuple[Node, Ids] | None:
+        """Return the last answer that messages contain as it was returned, and the ids that were rendered after it."""
+        ends = np.flatnonzero(np.isin(rendered, self._tree.end_ids))
+        for _, node in reversed(self._conversation(messages)):
+            if node is not None and (left := self._after_turns(node, rendered, ends)) is not None:
+                return node, left
+        return None
+
+    def _after_turns(self, node: Node, rendered: Ids, ends: NDArray[np.intp]) -> Ids | None:
+        """Return what was rendered after an answer, if it was rendered alike before and between the answers.
+
+        Messages are told apart by their ends: rewriting an answer does not change how many there are. How a template
+        opens an answer may differ, so that part is not compared.
+        """
+        at, given = 0, np.zeros(0, np.int32)
+        for one in node.path():
+            if one.answer is None:  # split or not
+                given = np.concatenate([given, one.ids])
+                continue
+            closed = given[: len(given) - _length_after_last(given, self._tree.end_ids)]
+            assert one.parent is not None
+            turns = one.parent.ends
+            if turns >= len(ends) or not np.array_equal(closed, rendered[at : at + len(closed)]):
+                return None
+            # the end of the turn is the answer's last token, unless it was cut
+            at, given = int(ends[turns]) + (one.ends - turns), given[:0]
+        return rendered[at:]
+
+    # -- limits -----------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError(f"session {self.id!r} has ended: it takes no more calls")
+
+    def _check_room(self, new: int) -> None:
+        if self.num_tokens + new > self._max_tokens:
+            raise SessionLimitError(
+                f"session {self.id!r} has {self.num_tokens} tokens, and this call adds {new}: the limit is "
+                f"{self._max_tokens} (max_tokens_per_session)"
+            )
+
+
+def _length_after_last(ids: Ids, wanted: Ids) -> int:
+    """The number of tokens after the last one that is among the wanted; all if none is."""
+    found = np.flatnonzero(np.isin(ids, wanted))
+    return len(ids) - 1 - int(found[-1]) if len(found) else len(ids)
+
+
+# -- all sessions -----------------------------------------------------------------------------------------------------
+
+
+class SessionStore:
+    """The sessions of a server, by their ids. All methods may be called from any thread.
+
+    Args:
+        tokenizer: the model's, which prompts are rendered with.
+        layout: the routers of the model, ``engine.routing_layout``; ``None``: no routes are kept.
+        max_tokens_per_session: tokens that a session keeps, each counted once however often it is sent.
+        max_sessions: sessions at a time.
+        ttl: seconds after which a session that nobody uses is forgotten, with its routes; one with requests under way
+            stays.
+        end_of_turn_ids: the ids that end a message, by which messages are told apart in a rendered chat. Default: the
+            tokenizer's end of text.
+        clock: the time in seconds, for tests.
+
+    Raises:
+        ValueError: a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: RoutingLayout | None = None,
+        *,
+        max_tokens_per_session: int = 1 << 22,
+        max_sessions: int = 4096,
+        ttl: float = 3600.0,
+        end_of_turn_ids: Collection[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_number("max_tokens_per_session", max_tokens_per_session, 1, whole=True)
+        check_number("max_sessions", max_sessions, 1, whole=True)
+        check_number("ttl", ttl, above=0, hint="It is in seconds.")
+        own = getattr(tokenizer, "eos_token_id", None)
+        self._ends = ({own} if own is not None else set()) if end_of_turn_ids is None else set(end_of_turn_ids)
+        # its own: the server encodes with the given one, in other threads
+        self._tokenizer, self._layout = copy.deepcopy(tokenizer), layout
+        self._max_tokens, self._max_sessions, self._ttl, self._clock = max_tokens_per_session, max_sessions, ttl, clock
+        self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()  # the longest unused first
+        self._lock = threading.Lock()
+
+    def get(self, session_id: str) -> Session:
+        """Return a session; one that does not exist is created.
+
+        Raises:
+            ValueError: the id is not text of 1 to 256 characters.
+            SessionLimitError: there are ``max_sessions`` others.
+        """
+        if not isinstance(session_id, str) or not 0 < len(session_id) <= LONGEST_ID:
+            raise ValueError(f"a session's id is text of 1 to {LONGEST_ID} characters, got {shown(session_id)}")
+        with self._lock:
+            self._forget_unused()
+            session = self._sessions.get(session_id, (None, 0.0))[0]
+            if session is None:
+                if len(self._sessions) >= self._max_sessions:
+                    raise SessionLimitError(
+                        f"there are {len(self._sessions)} sessions, as many as max_sessions allows: close one"
+                    )
+                session = Session(session_id, self._tokenizer, self._layout, self._max_tokens, self._ends)
+            self._sessions[session_id] = session, self._clock()
+            self._sessions.move_to_end(session_id)
+            return session
+
+    def close(self, session_id: str) -> None:
+        """Close a session and forget it; an unknown one is ignored."""
+        with self._lock:
+            session = self._sessions.pop(session_id, (None, 0.0))[0]
+        if session is not None:
+            session.close()
+
+    def ids(self) -> list[str]:
+        """Return the ids of the sessions, the longest unused first."""
+        with self._lock:
+            self._forget_unused()
+            return list(self._sessions)
+
+    def _forget_unused(self) -> None:
+        now = self._clock()
+        for session_id, (session, used) in list(self._sessions.items()):
+            if now - used < self._ttl:
+                return
+            if session._under_way:
+                self._sessions[session_id] = session, now
+                self._sessions.move_to_end(session_id)
+            else:
+                del self._sessions[session_id]
+                session.close()
