@@ -114,13 +114,16 @@ def violations(source: Source) -> list[str]:
     for item in imports(source):
         where = source.at(item.node)
         top = item.target.split(".")[0]
+        if lies_in(item.target, f"{PACKAGE}.weight_update.transports.nccl") and item.scope == "module":
+            found.append(f"{where}: this loads vllm: import it where NCCL was chosen, in a function")
         if top == PACKAGE:
             target = room_of(inner(item.target))
             lazily = item.scope == "function" and (room, target) in ONLY_IN_FUNCTIONS
             if target not in reachable(room) | {""} and not lazily and not (is_face and lies_in(target, here)):
                 found.append(f"{where}: {room or PACKAGE} may not import {item.target}")
             continue
-        if top == "vllm" and lies_in(here, "weight_update.transports") and item.scope == "module":
+        is_transport = lies_in(here, "weight_update.transports") and here != "weight_update.transports.nccl"
+        if top == "vllm" and is_transport and item.scope == "module":
             found.append(f"{where}: the trainer imports this file, and needs no vllm: import it in a function")
         if item.scope != "typing" and top in PLACES and not any(lies_in(here, place) for place in PLACES[top]):
             found.append(f"{where}: {top} is imported only in {PLACES[top] or 'no file yet'}")

@@ -117,7 +117,7 @@ class ConformingEngine:
         self.running: list[str] = []
         self.random = np.random.default_rng(0)
         self.changed = threading.Condition()
-        self.no_update = threading.Event()  # else an update waits, and answers give way to it
+        self.no_update = threading.Event()  # else an update waits, and the answers wait for it
         self.no_update.set()
 
     # -- the protocols ----------------------------------------------------------------------------------------------

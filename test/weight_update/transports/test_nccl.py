@@ -177,7 +177,7 @@ def test_buffers_are_as_asked_for_and_ports_are_free_ones(tmp_path: Path, wires:
 
 
 @pytest.mark.parametrize("how", ["reports", "raises"])
-def test_a_swap_that_fails_before_it_receives_ends_the_broadcast_and_the_next_attempt_meets_anew(
+def test_a_swap_that_fails_before_it_receives_ends_the_broadcast_and_the_next_attempt_joins_again(
     tmp_path: Path, wires: list[tuple[Wire, Any]], how: str
 ) -> None:
     replica, transport = Replica(), transport_of(tmp_path)
