@@ -400,3 +400,16 @@ def test_a_program_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
     asyncio.run(cancel())
     for number in map(int, numbers.read_text().split()):
         until(lambda n=number: not is_alive(n))
+
+
+def test_a_program_is_not_waited_for_longer_than_it_runs() -> None:
+    """What it leaves behind holds its pipe, and is ended."""
+    code = "import subprocess; print('done', subprocess.Popen(['sleep', '1000']).pid, flush=True)"
+
+    async def run() -> tuple[int, str]:
+        return await asyncio.wait_for(run_process("http://h/v1", [sys.executable, "-c", code]), 60.0)
+
+    status, output = asyncio.run(run())
+    word, number = output.split()
+    assert (status, word) == (0, "done")
+    until(lambda: not is_alive(int(number)))

@@ -425,6 +425,51 @@ def test_a_session_that_is_closed_ends_its_requests(folder: Path) -> None:
         until(lambda: engine.replicas[0].last_stats.running == 0)
 
 
+def test_watching_the_metrics_uses_no_session(folder: Path) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder, limits=Limits(session_seconds=0.2)) as (server, client):
+        client.post("/sessions/a/v1/chat/completions", json=ASKED)
+        until(lambda: "torchrl_moe_http_sessions 0" in client.get("/metrics").text)
+        engine.shutdown()
+        assert "the engine has no metrics" in client.get("/metrics").text
+        assert server.sessions.open() == []
+
+
+def test_a_path_with_a_slash_at_its_end_does_not_lose_its_session(folder: Path) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder) as (_, client):
+        response = client.post("/sessions/a/v1/chat/completions/", json=ASKED, headers={"Host": "evil.example"})
+        assert (response.status_code, response.headers.get("location")) == (404, None)
+
+
+def test_a_server_that_does_not_start_in_time_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_moe.http.server.START_SECONDS", 0.0)
+    with FakeAsyncVLLM() as engine:
+        with pytest.raises(TimeoutError):
+            serve_http(engine, model=folder)
+        assert "http" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_sessions_name_may_be_used_again_and_its_pin_is_over(folder: Path) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder) as (_, client):
+
+        def ask() -> int:
+            path, pin = "/sessions/a/v1/chat/completions", {"X-Weight-Version": "pin"}
+            return client.post(path, json=ASKED, headers=pin).status_code
+
+        assert ask() == 200
+        engine.replica_table.set_version(0, 1)
+        assert ask() == 409
+        assert client.delete("/sessions/a").status_code == 204
+        assert ask() == 200
+
+
+def test_a_session_that_was_closed_for_good_begins_no_other(folder: Path) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder) as (server, client):
+        server.session("a")
+        server.sessions.close("a", for_good=True)
+        error_of(client.post("/sessions/a/v1/chat/completions", json=ASKED), 409)
+        assert server.sessions.ids() == []
+
+
 # -- sessions and versions --------------------------------------------------------------------------------------------
 
 

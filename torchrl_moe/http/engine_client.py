@@ -260,7 +260,7 @@ class ServiceClient(EngineClient):
 
     def _where(self, call: Call, session_id: str | None) -> dict[str, Any]:
         """Return where the request may run: near its session's earlier calls, on weights that will do."""
-        name = session_id if call.session is None else f"session {call.session.id}"
+        name = session_id if call.session is None else call.session.key
         where: dict[str, Any] = {"session_id": name}
         if call.version == "pin":
             if call.session is None:

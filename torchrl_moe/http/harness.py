@@ -38,6 +38,7 @@ __all__ = ["HarnessEnv", "run_process"]
 
 LOG = logging.getLogger(__name__)
 MODEL = "policy"
+POLL_SECONDS, LAST_WORDS_SECONDS = 0.05, 1.0  # of a program: whether it runs, and what is still in its pipe
 Harness: TypeAlias = "Callable[[str, dict[str, Any]], Awaitable[float | None]]"
 """Runs one sample: ``await run(base_url, row)`` returns its reward; ``None`` leaves it out.
 
@@ -142,7 +143,7 @@ class HarnessEnv(Workflow):
             if calls.error is not None:
                 raise calls.error
         finally:
-            server.sessions.close(session.id)
+            server.sessions.close(session.id, for_good=True)  # a call that comes late begins no other
         if reward is None:
             return []
         value = number_of(reward)
@@ -263,11 +264,20 @@ async def run_process(
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # a group of its own, so that what it starts ends with it
     )
+    assert process.stdout is not None
+    written: list[bytes] = []
+    reading = asyncio.ensure_future(_read(process.stdout, written))
     try:
-        output, _ = await process.communicate()
+        while process.returncode is None:  # what it leaves behind may hold its pipe, for which wait() would wait
+            await asyncio.sleep(POLL_SECONDS)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    assert process.returncode is not None
-    return process.returncode, output.decode(errors="replace")
+        await asyncio.wait([reading], timeout=LAST_WORDS_SECONDS)
+        reading.cancel()
+    return process.returncode, b"".join(written).decode(errors="replace")
+
+
+async def _read(stream: asyncio.StreamReader, into: list[bytes]) -> None:
+    while piece := await stream.read(1 << 16):
+        into.append(piece)

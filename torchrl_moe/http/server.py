@@ -242,6 +242,7 @@ class HttpServer:
         self._door = _Door(client, self.sessions, api_key, limits)
         self._arguments = arguments
         self._server: uvicorn.Server | None = None
+        self._is_closing = False
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(listening, started), name="http", daemon=True)
         self._thread.start()
@@ -267,6 +268,7 @@ class HttpServer:
 
     def close(self) -> None:
         """Stop answering, abort what is under way, and close the sessions. Idempotent; the engine runs on."""
+        self._is_closing = True  # it may not have begun yet
         for name in self.sessions.ids():
             self.sessions.close(name)  # which aborts its requests
         if self._server is not None:
@@ -322,7 +324,8 @@ class HttpServer:
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = Server(config)
-        await self._server.serve([listening])
+        if not self._is_closing:
+            await self._server.serve([listening])
 
 
 def _ends_of_turn(client: ServiceClient, tokenizer: Any) -> Iterable[int]:
@@ -347,7 +350,7 @@ async def _application(client: ServiceClient, arguments: Namespace) -> FastAPI:
     from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)  # to a path without session
     app.state.args = arguments
     for module in (of_models, of_chat, of_completions, of_responses, of_messages, of_tokens):
         app.include_router(module.router)
@@ -509,6 +512,7 @@ class _Door:
         """Answer one request."""
         if scope["type"] != "http":
             return
+        send = self._in_time(send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         path = scope["raw_path"].decode("latin-1")
         if path == "/health":
@@ -523,10 +527,22 @@ class _Door:
         elif session_id is not None and (rest == "" or rest.startswith("/routes/")):
             answer = self._of_a_session(session_id, rest, scope)
         if answer is not None:
-            await answer(scope, receive, send)
+            try:
+                await answer(scope, receive, send)
+            except TimeoutError:
+                LOG.warning("a client of %s does not read its answer", path)
             return
         scope = {**scope, "path": unquote(rest), "raw_path": rest.encode("latin-1")}
         await self._counted(session_id, headers, scope, receive, send)
+
+    def _in_time(self, send: Send) -> Send:
+        """Return what sends a piece of an answer to a client that must read it within its time."""
+
+        async def in_time(message: Any) -> None:
+            async with asyncio.timeout(self._limits.client_seconds):
+                await send(message)
+
+        return in_time
 
     def _knows(self, headers: Mapping[str, str]) -> bool:
         if self._key is None:
@@ -591,8 +607,7 @@ class _Door:
                 if call.answered:
                     oldest = min(_oldest(one.completion) for one in call.answered)
                     message["headers"] = [*message["headers"], (VERSION_HEADER.encode(), str(oldest).encode())]
-            async with asyncio.timeout(self._limits.client_seconds):
-                await send(message)
+            await send(message)
 
         CALL.set(call)  # of this task, which serves this request only
         try:
@@ -661,7 +676,7 @@ class _Door:
         """Return the engine's metrics in Prometheus' format, and the server's own."""
         from starlette.responses import PlainTextResponse
 
-        kept = [self._sessions.get(name) for name in self._sessions.ids()]
+        kept = self._sessions.open()
         prefix = "torchrl_moe_http_"
         lines = [
             f"# TYPE {prefix}requests gauge\n{prefix}requests {self.requests}",
@@ -673,7 +688,7 @@ class _Door:
         ]
         try:
             own = self._client.engine.prometheus()
-        except (EngineError, ImportError) as error:
+        except (EngineError, ImportError, RuntimeError) as error:  # one that was shut down
             own = f"# the engine has no metrics: {error}\n"
         return PlainTextResponse(own + "\n".join(lines) + "\n")
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import threading
 import time
+import uuid
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ def _called(call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
-    with suppress(json.JSONDecodeError):  # a model's own mistake is compared as it was made
+    with suppress(ValueError, RecursionError):  # a model's own mistake is compared as it was made
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return [call.get("id"), function.get("name"), arguments]
 
@@ -97,6 +98,7 @@ class Session:
 
     Attributes:
         id: its name.
+        key: what the engine calls it: a later session of the same name is another one.
         generate: asks the engine in the place of ``engine.agenerate``, with the same arguments, for a collector that
             bounds ages and counts requests; ``None``: the engine is asked.
         sampling_params: go before those of each call.
@@ -111,6 +113,7 @@ class Session:
         end_of_turn_ids: Collection[int],
     ) -> None:
         self.id = session_id
+        self.key = f"session {session_id} {uuid.uuid4().hex[:8]}"
         self.generate: Callable[..., Awaitable[Completion]] | None = None
         self.sampling_params: dict[str, object] = {}
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
@@ -464,6 +467,7 @@ class SessionStore:
         self._tokenizer, self._layout = copy.deepcopy(tokenizer), layout
         self._max_tokens, self._max_sessions, self._ttl, self._clock = max_tokens_per_session, max_sessions, ttl, clock
         self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()  # the longest unused first
+        self._ended: OrderedDict[str, None] = OrderedDict()  # ids that are over for good, the last few
         self._lock = threading.Lock()
 
     def get(self, session_id: str) -> Session:
@@ -472,11 +476,14 @@ class SessionStore:
         Raises:
             ValueError: the id is not text of 1 to 256 characters.
             SessionLimitError: there are ``max_sessions`` others.
+            SessionClosedError: it was closed for good.
         """
         if not isinstance(session_id, str) or not 0 < len(session_id) <= LONGEST_ID:
             raise ValueError(f"a session's id is text of 1 to {LONGEST_ID} characters, got {shown(session_id)}")
         with self._lock:
             self._forget_unused()
+            if session_id in self._ended:
+                raise SessionClosedError(f"session {session_id!r} is over")
             session = self._sessions.get(session_id, (None, 0.0))[0]
             if session is None:
                 if len(self._sessions) >= self._max_sessions:
@@ -488,12 +495,22 @@ class SessionStore:
             self._sessions.move_to_end(session_id)
             return session
 
-    def close(self, session_id: str) -> None:
-        """Close a session and forget it; an unknown one is ignored."""
+    def close(self, session_id: str, *, for_good: bool = False) -> None:
+        """Close a session and forget it; an unknown one is ignored. ``for_good``: nobody begins another of its id."""
         with self._lock:
+            if for_good:
+                self._ended[session_id] = None
+                while len(self._ended) > self._max_sessions:
+                    self._ended.popitem(last=False)
             session = self._sessions.pop(session_id, (None, 0.0))[0]
         if session is not None:
             session.close()
+
+    def open(self) -> list[Session]:
+        """Return the sessions, which are not used by this."""
+        with self._lock:
+            self._forget_unused()
+            return [session for session, _ in self._sessions.values()]
 
     def ids(self) -> list[str]:
         """Return the ids of the sessions, the longest unused first."""
