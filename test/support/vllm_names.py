@@ -48,6 +48,22 @@ UNRESOLVED = {
     "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
     "modules/backends/vllm/engine_args.py:record": "of Python's logging",
+    "_compat.py:step": "a chunk of a sampling mask, an array",
+    "http/engine_client.py:self.renderer": "what renderer_from_config returns: a test of each endpoint renders by it",
+    "http/engine_client.py:values": "an array of ours",
+    "http/engine_client.py:versions": "an array of ours",
+    "http/server.py:arguments": "vLLM's own parsed arguments: serve_http sets and reads them at each start",
+    "http/server.py:client.renderer": "as above",
+    "http/server.py:started": "a future of ours",
+    "http/server.py:tokenizer": "of transformers",
+    "http/server.py:state": "what vLLM's init_app_state has set: a handler that is missing there fails at each start",
+    "http/server.py:handler": "one of those handlers",
+    "http/server.py:raw_request": "of starlette",
+    "http/server.py:body": "JSON",
+    "http/server.py:request": "a chat, of the handler that is wrapped: the tests of sessions need both entries",
+    "http/server.py:calls": "JSON",
+    "http/server.py:one": "an answer of ours",
+    "http/server.py:completion": "one of ours",
 }
 """``file:expression``, or ``file:*`` -> why it is not looked up."""
 

@@ -148,6 +148,11 @@ def frontend_config(
         return VllmConfig(model_config=model_config)
 
 
+def _not_here(_: EngineClient, *args: object, **kwargs: object) -> NoReturn:
+    what = f"what was asked with {args} and {kwargs} is its owner's to do"
+    raise GracefulHTTPError(f"this server does not control its engine: {what}", HTTPStatus.NOT_IMPLEMENTED)
+
+
 # -- the client -------------------------------------------------------------------------------------------------------
 
 
@@ -383,10 +388,6 @@ class ServiceClient(EngineClient):
         self.renderer.shutdown()
 
     # -- what a door has not: an engine is its owner's ----------------------------------------------------------------
-
-    def _not_here(self, *args: object, **kwargs: object) -> NoReturn:
-        what = f"what was asked with {args} and {kwargs} is its owner's to do"
-        raise GracefulHTTPError(f"this server does not control its engine: {what}", HTTPStatus.NOT_IMPLEMENTED)
 
     encode = start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = reset_prefix_cache = _not_here
     sleep = release_kv_cache_memory = wake_up = is_sleeping = pause_generation = resume_generation = _not_here

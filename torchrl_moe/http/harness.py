@@ -38,7 +38,7 @@ __all__ = ["HarnessEnv", "run_process"]
 
 LOG = logging.getLogger(__name__)
 MODEL = "policy"
-POLL_SECONDS, LAST_WORDS_SECONDS = 0.05, 1.0  # of a program: whether it runs, and what is still in its pipe
+POLL_SECONDS, DRAIN_SECONDS = 0.05, 1.0  # of a program: whether it runs, and what is still in its pipe
 Harness: TypeAlias = "Callable[[str, dict[str, Any]], Awaitable[float | None]]"
 """Runs one sample: ``await run(base_url, row)`` returns its reward; ``None`` leaves it out.
 
@@ -273,7 +273,7 @@ async def run_process(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([reading], timeout=LAST_WORDS_SECONDS)
+        await asyncio.wait([reading], timeout=DRAIN_SECONDS)
         reading.cancel()
     return process.returncode, b"".join(written).decode(errors="replace")
 
