@@ -20,7 +20,14 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionOutput,
+    KeptIds,
+    OnResume,
+    Request,
+    this_process,
+)
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, Transport
@@ -45,7 +52,8 @@ class Versions:
             "gloo": GlooTransport,
         }
         self.transport = kinds[transport](folder)
-        for replica in self.replicas:
+        for replica in self.replicas:  # a test before may have updated it by a sender
+            replica.call(Engine.claim_weights, SECONDS, this_process(), True)
             self.transport.open(replica, SECONDS)
         self.held = self.replicas[0].call(Engine.weights_version, SECONDS)
         self.now = self.held
