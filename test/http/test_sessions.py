@@ -678,7 +678,11 @@ def test_a_session_without_calls_is_an_empty_file() -> None:
     assert load_trajectories(new_session().to_safetensors()) == []
 
 
-@pytest.mark.parametrize("data", [b"", b"x" * 40, new_session().to_safetensors()[:-1], b"\x02\0\0\0\0\0\0\0{}"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x" * 40, new_session().to_safetensors()[:-1], b"\x02\0\0\0\0\0\0\0{}"],
+    ids=["nothing", "text", "cut short", "without sessions"],
+)
 def test_another_file_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not the trajectories"):
         load_trajectories(data)
