@@ -442,10 +442,11 @@ def test_a_path_with_a_slash_at_its_end_does_not_lose_its_session(folder: Path) 
 
 def test_a_server_that_does_not_start_in_time_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrl_moe.http.server.START_SECONDS", 0.0)
+    before = [thread for thread in threading.enumerate() if thread.name == "http"]
     with FakeAsyncVLLM() as engine:
         with pytest.raises(TimeoutError):
             serve_http(engine, model=folder)
-        assert "http" not in [thread.name for thread in threading.enumerate()]
+        assert [thread for thread in threading.enumerate() if thread.name == "http"] == before
 
 
 def test_a_sessions_name_may_be_used_again_and_its_pin_is_over(folder: Path) -> None:

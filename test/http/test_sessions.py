@@ -204,7 +204,7 @@ CALLS = st.lists(
 
 
 @given(CALLS)
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_trajectories_equal_those_of_full_lists(calls: list[dict[str, Any]]) -> None:
     session, lists = new_session(), FullLists()
     for one in calls:

@@ -34,6 +34,7 @@ def test_it_is_shown_calls_and_guesses(script: ModuleType) -> None:
         assert result["content"] == answer["content"] == f"{first + second:03}"
 
 
+@pytest.mark.soak
 @pytest.mark.engine("qwen3_moe")  # for its process alone: the run starts an engine of its own
 def test_two_steps_of_it_train(script: ModuleType, shelf: EngineShelf, tmp_path: Path) -> None:
     shelf.clear()
