@@ -22,21 +22,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-# before vllm or torch are imported: their processes inherit these
-SETTINGS = {
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-}
-if __name__ == "__main__":
-    os.environ.update(SETTINGS)
+from benchmarks.generation import SETTINGS
 
-import psutil  # noqa: E402
+if __name__ == "__main__":  # before vllm is imported: its processes inherit these
+    os.environ.update({**SETTINGS, "VLLM_USE_V2_MODEL_RUNNER": "1"})  # the other server's runner, too
 
-from benchmarks.engines.turns import Turns, engine_processes  # noqa: E402
-from benchmarks.report import Row, finish, median_range  # noqa: E402
+import psutil
+
+from benchmarks.engines.turns import Turns, engine_processes
+from benchmarks.report import Row, finish, median_range
 
 STREAMS, PROMPT_TOKENS, NEW_TOKENS = 64, 24, 128
 ROUNDS, WARM_UP, SETTLE_SECONDS, START_SECONDS = 10, 2, 0.3, 180.0

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.clusters import ClusterHolder
     from support.engines import EngineShelf, EngineSpec
+    from support.versions import Versions
     from torchrl_moe.modules import AsyncVLLM
 
 # on a busy machine, an example and what makes it may take any time
@@ -163,6 +166,16 @@ def engine(request: pytest.FixtureRequest, shelf: EngineShelf, clusters: Cluster
     """The shared engine that the test's ``engine`` marker describes. Leave it as you found it."""
     clusters.clear()
     return shelf.get(_spec(request))
+
+
+@pytest.fixture
+def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[Versions]:
+    """Versions that a test of a ``qwen3_moe`` engine brings to it by hand; its own weights come back afterwards."""
+    from support.versions import Versions
+
+    made = Versions(engine, shelf, "qwen3_moe", tmp_path, "memmap")
+    yield made
+    made.close()
 
 
 @pytest.fixture

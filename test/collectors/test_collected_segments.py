@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from tensordict import TensorDictBase
 
 from support.collecting import Questions, chat
-from support.engines import EngineShelf
 from support.reference import TOLERANCE
 from support.versions import SECONDS, Versions
 from support.waiting import until
@@ -25,13 +22,6 @@ from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.engine import Engine
 
 TOKENS = 280
-
-
-@pytest.fixture
-def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[Versions]:
-    made = Versions(engine, shelf, "qwen3_moe", tmp_path, "memmap")
-    yield made
-    made.close()
 
 
 def collector_of(engine: AsyncVLLM, env: Any, tokens: int, *, ignore_eos: bool = True, **kwargs: Any) -> Any:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.engines import EngineShelf
 from support.http import ASKED, serving
 from support.versions import Versions
 from torchrl_moe.modules import AsyncVLLM
 
 pytestmark = pytest.mark.needs_vllm
-
-
-@pytest.fixture
-def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[Versions]:
-    made = Versions(engine, shelf, "qwen3_moe", tmp_path, "memmap")
-    yield made
-    made.close()
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from support.engines import EngineShelf
 from support.processes import ids_request
 from support.reference import TOLERANCE
 from support.versions import Versions, ask, let_run, random_ids
@@ -20,13 +18,6 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request, Scoring
 from torchrl_moe.modules.serving.requests import ONE_TOKEN
-
-
-@pytest.fixture
-def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[Versions]:
-    made = Versions(engine, shelf, "qwen3_moe", tmp_path, "memmap")
-    yield made
-    made.close()
 
 
 @pytest.mark.engine("qwen3_moe")

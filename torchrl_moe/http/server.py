@@ -290,9 +290,9 @@ class HttpServer:
     # -- in its thread ------------------------------------------------------------------------------------------------
 
     def _run(self, listening: socket.socket, started: Future[None]) -> None:
-        import uvloop  # as vLLM's own server does
-
         try:
+            import uvloop  # as vLLM's own server does
+
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(listening, started))
         except BaseException as error:

@@ -204,6 +204,23 @@ def test_a_swap_that_fails_before_it_receives_ends_the_broadcast_and_the_next_at
     assert replica.loaded["router"].equal(tensors["router"])
 
 
+def test_what_torch_raises_while_it_joins_again_is_an_error_of_the_sync(
+    tmp_path: Path, wires: list[tuple[Wire, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would end the whole update, and not this replica's."""
+    replica, transport = Replica(), transport_of(tmp_path)
+    manifest, _ = version(WeightStoreWriter(tmp_path), 1)
+
+    def refuse(info: Any) -> Wire:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", refuse)
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda info, config: Wire())
+    with pytest.raises(WeightSyncError, match="version 1 was not sent: NCCL error: unhandled system error"):
+        transport.swapping(replica, manifest, replica.swap)
+    assert wires == []
+
+
 def test_damaged_bytes_are_not_sent_and_the_replica_is_not_left_waiting(
     tmp_path: Path, wires: list[tuple[Wire, Any]]
 ) -> None:

@@ -90,12 +90,16 @@ def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:
     """Call a function while long answers are requested one by one; return them: the last was in flight then."""
     prompt, sampling = trial.prompt(20, seed=5), Sampling(max_tokens=trial.settings.long_answer)
     answers: list[Sampled] = []
+    seconds = [0.0]  # that the first answer took
     begun, over = threading.Event(), threading.Event()
 
     def ask() -> list[Sampled]:
+        started = time.perf_counter()
         try:
             while not over.is_set():
                 answers.extend(trial.ask([prompt], sampling, [f"conformance-update-{len(answers)}"]))
+                if not begun.is_set():
+                    seconds[0] = time.perf_counter() - started
                 begun.set()
         finally:
             begun.set()  # an error, too, ends the wait below
@@ -104,6 +108,8 @@ def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:
     future = in_thread(ask)
     try:
         begun.wait(trial.settings.patience)
+        # in the middle of the next answer: an engine that updates at once would do so between the two
+        time.sleep(seconds[0] / 2)
         act()
     finally:
         over.set()

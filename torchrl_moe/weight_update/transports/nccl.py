@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import StageReport, SwapReport
 from torchrl_moe.store import Manifest, WeightStoreReader
@@ -48,12 +49,12 @@ class StoredVersion(WeightSource):
 
     def __init__(self, reader: WeightStoreReader, device: torch.device) -> None:
         self._reader, self._device = reader, device
-        self.version: Manifest | None = None
+        self.manifest: Manifest | None = None
 
     def _sent(self) -> Manifest:
-        if self.version is None:
+        if self.manifest is None:
             raise WeightSyncError("nothing is being sent")
-        return self.version
+        return self.manifest
 
     def metadata(self) -> list[ParamMeta]:
         """Return name, dtype and shape of each tensor, in order."""
@@ -102,11 +103,13 @@ class Client:
         """Do nothing: the swap has done it."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Link:
     """One replica's communicator, and what is sent over it."""
 
-    def __init__(self, sender: NCCLTrainerWeightTransferEngine, client: Client, source: StoredVersion) -> None:
-        self.sender, self.client, self.source = sender, client, source
+    sender: NCCLTrainerWeightTransferEngine
+    client: Client
+    source: StoredVersion
 
 
 class NCCLTransport:
@@ -180,10 +183,18 @@ class NCCLTransport:
 
     def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Swap, and broadcast a version into the pause."""
+        try:
+            return self._swapping(replica, manifest, swap)
+        except TorchRLMoEError:  # some of which are of these kinds too
+            raise
+        except (RuntimeError, OSError) as error:  # of torch, NCCL and sockets
+            raise WeightSyncError(f"version {manifest.version} was not sent: {error}") from error
+
+    def _swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         if replica not in self._links:  # the attempt before failed
             self.open(replica, self._timeout)
         link = self._links[replica]
-        link.source.version, link.client.swap, link.client.answer = manifest, swap, Future()
+        link.source.manifest, link.client.swap, link.client.answer = manifest, swap, Future()
         executor = ThreadPoolExecutor(1, thread_name_prefix="weight-nccl")
         sending = executor.submit(self._send, link)
         executor.shutdown(wait=False)  # the thread ends with its job
