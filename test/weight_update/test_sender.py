@@ -819,14 +819,14 @@ def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect
             service.kill(chance.randrange(3))
 
     killing = in_thread(kill)
-    for number in range(1, 61):
+    for number in range(1, 21):
         with contextlib.suppress(WeightSyncError):
             sender.update_weights(weights(number))
     over.set()
     killing.result()
     assert sum(service.restarts) > 3
-    until(lambda: [(e.state.name, e.version) for e in service.replica_table] == [("SERVING", 60)] * 3)
-    assert [entry.replica.weights["b"][0].item() for entry in service.replica_table] == [60] * 3
+    until(lambda: [(e.state.name, e.version) for e in service.replica_table] == [("SERVING", 20)] * 3)
+    assert [entry.replica.weights["b"][0].item() for entry in service.replica_table] == [20] * 3
     sender.shutdown()
     service.shutdown()
 

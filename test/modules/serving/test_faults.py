@@ -87,10 +87,11 @@ def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]
     assert os.listdir(clean_temporary) == []
 
 
-PARAMS = {"max_tokens": 150, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+TOKENS = 100
+PARAMS = {"max_tokens": TOKENS, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
 
 
-def flood(engine: AsyncVLLM, count: int = 100) -> Any:
+def flood(engine: AsyncVLLM, count: int = 60) -> Any:
     """Answers to so many different prompts."""
     prompts = [[65 + i % 26, 97 + i // 26, *range(48, 48 + i % 10)] for i in range(count)]
     return engine.generate(prompts, PARAMS, use_tqdm=False, timeout_seconds=2 * RESTART)
@@ -102,8 +103,8 @@ def check(engine: AsyncVLLM, completions: Any, expected: Any) -> None:
     for got, want in zip(completions, expected, strict=True):
         assert got.prompt_token_ids.tolist() == want.prompt_token_ids.tolist()
         (output,) = got.outputs
-        assert (output.finish_reason, output.token_ids.shape, output.logprobs.shape) == ("length", (150,), (150,))
-        assert output.routed_experts.shape == (len(got.prompt_token_ids) + 150 - 1, 4, 4)
+        assert (output.finish_reason, output.token_ids.shape, output.logprobs.shape) == ("length", (TOKENS,), (TOKENS,))
+        assert output.routed_experts.shape == (len(got.prompt_token_ids) + TOKENS - 1, 4, 4)
     same = sum(
         a.outputs[0].token_ids.tolist() == b.outputs[0].token_ids.tolist()
         for a, b in zip(completions, expected, strict=True)
@@ -121,33 +122,41 @@ def until_serving(engine: AsyncVLLM, restarts: int) -> None:
         time.sleep(0.1)
 
 
+def under_fire(engine: AsyncVLLM, expected: Any, *shots: tuple[int, str, signal.Signals]) -> None:
+    """Shoot at processes of the replicas, which both are in the middle of a flood."""
+    parts = [Parts(engine, index) for index in range(2)]
+    shared = [segments(replica.all) for replica in parts]
+    assert all(shared)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(flood, engine)
+        until(lambda: min(entry.inflight for entry in engine.replica_table) > 20)
+        for index, part, sign in shots:
+            getattr(parts[index], part).send_signal(sign)
+        assert not call.done()
+        check(engine, call.result(3 * RESTART), expected)
+    for index, _, _ in shots:
+        assert psutil.wait_procs(parts[index].all, PATIENCE)[1] == []
+        until(lambda index=index: not any(segment.exists() for segment in shared[index]))
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM, no_engine: EngineShelf) -> None:
     expected = flood(engine)
-
-    def under_fire(*shots: tuple[int, str, signal.Signals]) -> None:
-        parts = [Parts(engine, index) for index in range(2)]
-        shared = [segments(replica.all) for replica in parts]
-        assert all(shared)
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(flood, engine)
-            until(lambda: min(entry.inflight for entry in engine.replica_table) > 20)
-            for index, part, sign in shots:
-                getattr(parts[index], part).send_signal(sign)
-            assert not call.done()
-            check(engine, call.result(3 * RESTART), expected)
-        for index, _, _ in shots:
-            assert psutil.wait_procs(parts[index].all, PATIENCE)[1] == []
-            until(lambda index=index: not any(segment.exists() for segment in shared[index]))
-
-    under_fire((0, "core", signal.SIGKILL), (1, "worker", signal.SIGKILL))  # nobody serves until they are back
+    # nobody serves until they are back
+    under_fire(engine, expected, (0, "worker", signal.SIGKILL), (1, "core", signal.SIGSTOP))
     until_serving(engine, 1)
-    under_fire((0, "owner", signal.SIGKILL), (1, "core", signal.SIGSTOP))
-    until_serving(engine, 2)
     assert "gave no sign of life in 10 s and was ended" in str(engine.replica_table[1].last_error)
-    check(engine, flood(engine), expected)
     resume_under_fire(engine, expected, Reference(no_engine.folder("qwen3_moe")))
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+def test_each_process_of_a_replica_may_be_killed(engine: AsyncVLLM) -> None:
+    expected = flood(engine)
+    under_fire(engine, expected, (0, "core", signal.SIGKILL), (1, "owner", signal.SIGKILL))
+    until_serving(engine, 1)
+    check(engine, flood(engine), expected)
 
 
 def resume_under_fire(engine: AsyncVLLM, expected: Any, reference: Reference) -> None:
