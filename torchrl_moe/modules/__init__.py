@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torchrl_moe.errors import RouteShapeError as RouteShapeError
     from torchrl_moe.errors import RouteValueError as RouteValueError
     from torchrl_moe.errors import UnsupportedRouterError as UnsupportedRouterError
+    from torchrl_moe.modules.policies.bisect import Bisection as Bisection
+    from torchrl_moe.modules.policies.bisect import EngineTrace as EngineTrace
+    from torchrl_moe.modules.policies.bisect import bisect_mismatch as bisect_mismatch
     from torchrl_moe.modules.policies.probe import probe_replay as probe_replay
     from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
@@ -38,7 +41,9 @@ else:
         __name__,
         {
             "AsyncVLLM": ".serving.async_vllm",
+            "Bisection": ".policies.bisect",
             "ChatHistory": "torchrl.modules.llm",
+            "EngineTrace": ".policies.bisect",
             "FaultPolicy": ".serving.candidates",
             "LLMWrapperBase": "torchrl.modules.llm",
             "Lease": ".serving.balancer",
@@ -54,6 +59,7 @@ else:
             "Tokens": "torchrl.modules.llm",
             "TransformersWrapper": ".policies.transformers_wrapper",
             "UnsupportedRouterError": "..errors",
+            "bisect_mismatch": ".policies.bisect",
             "float32_routers": ".replay.float32",
             "freeze_routers": ".replay.discovery",
             "make_async_vllm_engine": ".serving.async_vllm",
