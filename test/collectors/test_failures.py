@@ -135,8 +135,9 @@ def test_a_sample_that_is_left_out_is_counted(collect: Collect) -> None:
 
     async def episode(data: TensorDictBase, ask: Ask) -> float | None:
         plays.append(data["query"])
+        number = len(plays)
         await ask(data["query"])
-        return None if len(plays) == 2 else 1.0
+        return None if number == 2 else 1.0
 
     collector = collect(episode, group_size=3, max_staleness=0)
     assert len(next(iter(collector))) == 2

@@ -229,7 +229,8 @@ def _check_rewards(rows: Sequence[TensorDictBase]) -> None:
         raise ValueError(f"{missing} of {len(rewards)} rows of a group have no reward")
     for reward in rewards[missing:]:
         if not isinstance(reward, Tensor):
-            raise TypeError(f"the environment's reward is {reward!r:.200}: a reward must be a tensor")
+            given = getattr(reward, "data", reward)  # of a NonTensorData
+            raise TypeError(f"the environment's reward is {given!r:.200}: a reward must be a tensor")
         if not reward.isfinite().all():
             raise ValueError(f"the environment's reward is {reward.tolist()}: a reward must be finite, in float32")
 
