@@ -26,7 +26,7 @@ from benchmarks.report import Row, finish, median_range
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.replica import Completion, Request, Tell
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 GROUP, GROUPS, TOKENS, ROUNDS, BATCHES = 8, 8, 256, 9, 4
@@ -69,12 +69,13 @@ def ready_answers() -> FakeAsyncVLLM:
     layout = RoutingLayout(num_layers=48, moe_layers=tuple(range(48)), top_k=8, num_experts=128)  # Qwen3-30B-A3B
     engine = FakeAsyncVLLM(max_concurrent_requests=None, layout=layout)
     made: list[Completion] = []
+    first = engine.replicas[0].submit
 
-    def submit(requests: Sequence[Request]) -> list[Future[Completion]]:
+    def submit(requests: Sequence[Request], tell: Tell | None = None) -> list[Future[Completion]]:
         futures = []
         for request in requests:
             if not made:
-                made.append(engine.replicas[0]._begin(request).result())
+                made.append(first([request], tell)[0].result())
             ids = request.prompt_token_ids
             assert ids is not None
             assert len(ids) == len(made[0].prompt_token_ids)  # its routes have a row for each

@@ -64,7 +64,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "ray": (  # they place actors
         *(f"modules.backends.ray.{file}" for file in ("actor", "ray_replica", "cluster")),
-        "collectors.remote_host",
+        "collectors.ray_collectors",
     ),
     "transformers": (
         "modules.policies",

@@ -13,10 +13,9 @@ from torchrl.envs.llm import DatasetChatEnv
 from support.collecting import TOKENIZER, Questions, chat, policy_of
 from support.values import VALUES
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.arguments import Settings, engine_of, groups_in_batch, source_of
-from torchrl_moe.collectors.arguments import policy_of as checked
+from torchrl_moe.collectors.rollouts import Settings
 from torchrl_moe.collectors.schedule import Schedule
-from torchrl_moe.modules import vLLMWrapper
+from torchrl_moe.collectors.workflow import source_of
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -42,16 +41,19 @@ def test_a_callable_makes_more_that_fit_alike_and_those_of_one_sample_stay_so() 
 
 
 @pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
-def test_groups_in_a_batch(groups: int | None, turns: int | None, expected: int) -> None:
-    assert groups_in_batch(groups, turns, 4) == expected
+def test_groups_in_a_batch(
+    collect: Callable[..., AsyncLLMCollector], groups: int | None, turns: int | None, expected: int
+) -> None:
+    collector = collect(group_size=4, groups_per_batch=groups, dialog_turns_per_batch=turns)
+    assert (collector.settings.groups_per_batch, collector.dialog_turns_per_batch) == (expected, 4 * expected)
 
 
-def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones(engine: FakeAsyncVLLM) -> None:
+def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
     plain, tokens = policy_of(engine), policy_of(engine, input_mode="tokens")
-    assert checked(plain, None).prefer_tokens and not plain.prefer_tokens
-    assert checked(None, lambda: tokens) is tokens
-    assert engine_of(vLLMWrapper(engine)) is engine
-    assert engine_of(lambda td: td) is None
+    assert collect(policy=plain).policy.prefer_tokens and not plain.prefer_tokens
+    assert collect(policy=None, policy_factory=lambda: tokens).policy is tokens
 
 
 def test_torchrls_other_values_are_taken(collect: Callable[..., AsyncLLMCollector]) -> None:

@@ -26,7 +26,8 @@ from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, p
 from support.services import submitted
 from support.waiting import HOUR, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, rollouts
-from torchrl_moe.collectors.workflow import Ask, snapshots
+from torchrl_moe.collectors.async_collector import snapshots
+from torchrl_moe.collectors.workflow import Ask
 from torchrl_moe.errors import CollectionError, CollectionStalledError, GenerationTimeout
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -272,21 +273,6 @@ def test_answers_of_a_group_have_seeds_of_their_own(collect: Collect, engine: Fa
     assert sorted(request.sampling_params["seed"] for request in submitted(engine)) == [5, 6, 7, 8, 9, 10]
 
 
-def test_a_reward_that_hangs_costs_its_group(collect: Collect) -> None:
-    over = threading.Event()
-
-    def hanging(query: str) -> float:
-        return float(over.wait(60)) if query == "q1" else 1.0
-
-    settings = {"groups_per_batch": 2, "order": "fifo", "max_failures": 1, "reward_timeout": 1.0}
-    collector = collect(lambda: chat(2, reward=hanging), **settings)
-    try:
-        assert queries(next(iter(collector)))[::2] == ["q0", "q2"]
-        assert collector.stats()["collector/groups_dropped/reward_timeout"] == 1
-    finally:
-        over.set()
-
-
 def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(heartbeat_timeout=0.5)
     for replica in engine.replicas:
@@ -441,8 +427,10 @@ def test_a_restored_collector_continues_from_the_last_tokens(
         return sum(len(output.token_ids) for one in snapshots(engine).values() for output in one.outputs)
 
     def most_turns() -> int:
-        samples = [asked for of in first._rollouts._answers._asked.copy().values() for asked in of.copy().values()]
-        return max(map(len, samples), default=0)
+        return max(
+            (len(turns) for group in first._rollouts.groups.copy().values() for turns in group.turns.copy().values()),
+            default=0,
+        )
 
     for replica in engine.replicas:
         replica.token_seconds = 1e-4

@@ -1,17 +1,23 @@
-"""A host passes calls on to its collector, and tells an end from an error; what it packs is unpacked as it was."""
+"""The actor of a collector: its arguments and place; it passes calls on, tells an end from an error, and packs."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
 import torch
 from tensordict import TensorDict, lazy_stack
+from torchrl.collectors import llm
 
 from support.collecting import Questions, chat, plain, policy_of, queries
-from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.collector_host import CollectorHost, pack, unpack
+from support.signatures import parameters
+from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, RayLLMCollector, ray_collectors
+from torchrl_moe.collectors.ray_collectors import CollectorHost, actor_options, pack, unpack
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -20,7 +26,7 @@ from torchrl_moe.testing import FakeAsyncVLLM
 def host(engine: FakeAsyncVLLM) -> Iterator[CollectorHost]:
     """Of a collector of groups of 2."""
     made, arguments = CollectorHost(), {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2}
-    assert made.make("AsyncLLMCollector", {"env": chat(2), "order": "fifo", **arguments}) == 2
+    assert made.make(AsyncLLMCollector, {"env": chat(2), "order": "fifo", **arguments}) == 2
     yield made
     made.shutdown(None, True)
 
@@ -94,3 +100,78 @@ def test_a_collected_batch_comes_back(collect: Callable[..., AsyncLLMCollector])
     assert type(found) is type(batch)
     assert type(found[0]["routed_experts"]) is type(batch[0]["routed_experts"])
     assert list(map(plain, found.unbind(0))) == list(map(plain, batch.unbind(0)))
+
+
+# -- arguments and places ---------------------------------------------------------------------------------------------
+def test_resources_are_taken_from_either_place() -> None:
+    assert actor_options(None) == {"max_concurrency": 8}
+    assert actor_options(None, num_cpus=2, num_gpus=None) == {"max_concurrency": 8, "num_cpus": 2}
+    given = {"num_cpus": 2, "memory": 1 << 30, "max_concurrency": 4}
+    assert actor_options(given, num_cpus=2, num_gpus=0.5) == {**given, "num_gpus": 0.5}
+    assert given == {"num_cpus": 2, "memory": 1 << 30, "max_concurrency": 4}
+    with pytest.raises(ValueError, match=r"num_cpus=3 and remote_config={'num_cpus': 2} differ: pass one"):
+        actor_options({"num_cpus": 2}, num_cpus=3)
+
+
+@pytest.mark.ray
+def test_what_cannot_be_sent_is_named_before_an_actor_is_placed(ray_cluster: Any) -> None:
+    lock = threading.Lock()
+    with FakeAsyncVLLM() as engine:
+        for name, given, words in (
+            ("policy", {"policy": policy_of(engine)}, r"children of this.*backend='ray'.*policy_factory=.*connect"),
+            ("postproc", {"postproc": lambda batch: (lock, batch)[1]}, "cannot pickle '_thread.lock'.*can be pickled"),
+            ("env", {"env": (lock, chat(2))}, "pass a callable that makes it"),
+        ):
+            with pytest.raises(TypeError, match=rf"^{name}= cannot be sent to the collector's actor \(.*{words}"):
+                RayAsyncLLMCollector(**{"env": chat(2), "dataloader": Questions(8), **given})
+
+
+@pytest.mark.ray
+def test_an_actor_that_no_node_has_room_for_is_said_to_wait_for_one(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
+    with pytest.raises(
+        CollectionError, match=r"not placed within 0\.5 s .*waits for a node with {'CPU': 64\.0, 'GPU': 2\.0} free"
+    ):
+        RayAsyncLLMCollector(chat(2), policy_factory=print, num_cpus=64, remote_config={"num_gpus": 2})
+
+
+def test_a_call_after_ray_was_left_starts_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_collectors, "join_cluster", lambda: None)
+    monkeypatch.setattr(ray_collectors, "_put", lambda arguments: arguments)
+    monkeypatch.setattr(ray_collectors, "_place", lambda options: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    with pytest.raises(CollectionError, match="Ray was shut down"):
+        RayAsyncLLMCollector(chat(2), policy_factory=print)
+
+
+@pytest.mark.ray
+def test_ray_is_joined_as_asked_for(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **config: asked.append(config))
+    monkeypatch.setattr(ray, "put", os.fspath)  # an error of a type of its own, after it has joined
+    for joined in (True, False):
+        monkeypatch.setattr(ray, "is_initialized", lambda joined=joined: joined)
+        with pytest.raises(TypeError, match="expected str"):
+            RayAsyncLLMCollector(chat(2), policy_factory=print, ray_init_config={"address": "somewhere"})
+    assert asked == [{"address": "somewhere"}]
+
+
+OF_RAY = ["ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter"]
+
+
+def test_its_arguments_are_those_of_the_local_one_and_rays() -> None:
+    local, remote = (inspect.signature(kind).parameters for kind in (AsyncLLMCollector, RayAsyncLLMCollector))
+    assert list(remote) == [*local, *OF_RAY]
+    for name, parameter in local.items():
+        assert remote[name] == parameter
+
+
+def test_its_arguments_are_those_of_torchrls() -> None:
+    ours = inspect.signature(RayLLMCollector).parameters
+    theirs, local = parameters(llm.RayLLMCollector), parameters(llm.LLMCollector)
+    assert set(ours) == {*theirs, *local}
+    for name, parameter in {**theirs, **local}.items():
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)

@@ -207,7 +207,7 @@ def test_what_would_end_a_loop_or_a_task_is_an_error_like_any(pool_of: Pools, er
     def fail(env: EnvBase) -> None:
         raise error
 
-    with pytest.raises(RuntimeError, match=f"an environment raised {type(error).__name__}"):
+    with pytest.raises(RuntimeError, match=f"raised {type(error).__name__}"):
         both_at_once(pool_of(chat(2)), fail, count=1)
 
 

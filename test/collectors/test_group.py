@@ -1,19 +1,27 @@
-"""A complete group's rows say which group they are of; metrics worked out by hand."""
+"""A group keeps its answers until it is ready, and its rows say which group they are of; metrics by hand."""
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_moe.collectors import group as collection_stats
-from torchrl_moe.collectors.group import CollectionStats, Group
+from support.completions import cut
+from support.waiting import in_thread, until
+from torchrl_moe.collectors import rollouts
+from torchrl_moe.collectors.async_collector import snapshots
 from torchrl_moe.collectors.prompt_stream import Prompt
+from torchrl_moe.collectors.rollouts import CollectionStats, Group
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.testing import FakeAsyncVLLM
 
 
-def turn(*versions: list[int]) -> TensorDictBase:
+def turn_of(*versions: list[int]) -> TensorDictBase:
     """One turn of as many samples; -1 is of the prompt."""
     made = [[version for version in one if version >= 0] for one in versions]
     return lazy_stack(
@@ -37,32 +45,32 @@ def completed(*samples: list[TensorDictBase], only_last: bool = False, **kwargs:
 
 
 def test_samples_stay_together_and_turns_in_their_order() -> None:
-    one, rows = completed([turn([3, 3]), turn([4])], [turn([5, 6])])
+    one, rows = completed([turn_of([3, 3]), turn_of([4])], [turn_of([5, 6])])
     assert [row["policy_versions", "full"].tolist() for row in rows.unbind(0)] == [[3, 3], [4], [5, 6]]
     assert (rows["group_id"].tolist(), one.oldest, one.tokens) == ([7, 7, 7], 3, 5)
 
 
 def test_samples_of_one_environment_are_taken_apart_and_versions_stand_where_torchrls_scripts_look() -> None:
-    turns = [turn([3], [4]), turn([5], [6])]
+    turns = [turn_of([3], [4]), turn_of([5], [6])]
     assert completed(turns)[1]["policy_version"].tolist() == [3, 5, 4, 6]
     _, rows = completed(turns, only_last=True, version_in_next=True)  # if asked for
     assert rows["next", "policy_version"].tolist() == rows["policy_version"].tolist() == [5, 6]
 
 
 def test_the_age_counts_turns_that_are_not_kept() -> None:
-    one, rows = completed([turn([3, 3]), turn([5])], only_last=True)
+    one, rows = completed([turn_of([3, 3]), turn_of([5])], only_last=True)
     assert (rows["policy_version"].tolist(), one.oldest, one.tokens) == ([5], 3, 3)
 
 
 def test_a_group_without_a_token_is_as_old_as_its_beginning() -> None:
-    assert completed([turn([-1])])[0].oldest == 9
+    assert completed([turn_of([-1])])[0].oldest == 9
 
 
 def test_a_restored_group_is_as_old_as_it_was_and_apart_from_the_trainers_rows() -> None:
-    one, rows = completed([turn([3, 3])])
+    one, rows = completed([turn_of([3, 3])])
     state = one.state_dict(version=5)
     rows[0].set("advantage", torch.ones(1))
-    again = Group.restored(8, state, version=20)
+    again = Group.from_state(8, state, version=20)
     assert again.rows is not None
     assert "advantage" not in again.rows[0].keys()  # noqa: SIM118
     assert (again.number, again.oldest, again.tokens) == (8, 18, 2)
@@ -79,7 +87,7 @@ def test_the_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [counted(5, 10, 1, 1, ready_at=7.0), counted(3, 30, 1, 4, ready_at=9.0)]
     for one in (*groups, counted(5, 80, 1)):
         stats.completed(one)
-    monkeypatch.setattr(collection_stats.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(rollouts.time, "monotonic", lambda: 10.0)
     stats.gave_out(groups, version=6)
     expected = {
         "inference/staleness_mean": 2.0,  # 1 and 3
@@ -123,3 +131,95 @@ def test_nothing_is_made_up_before_the_first_batch() -> None:
     found = CollectionStats().scalars()
     assert "inference/staleness_mean" not in found
     assert "collector/length_trained_over_sampled" not in found
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+IDS = [65, 66, 67]
+
+
+def arguments(ids: list[int]) -> dict[str, Any]:
+    return {"prompt_token_ids": ids, "sampling_params": {"max_tokens": 4, "logprobs": 0}}
+
+
+def answer(engine: FakeAsyncVLLM, asked: dict[str, Any]) -> Completion:
+    completion = engine.generate(
+        asked["prompt_token_ids"], asked["sampling_params"], request_ids=asked["request_id"], use_tqdm=False
+    )
+    assert isinstance(completion, Completion)
+    return completion
+
+
+def how(**kwargs: Any) -> str:
+    return f"{ {'max_tokens': 4, 'logprobs': 0, **kwargs}!r}, routes: True"
+
+
+def half(completion: Completion) -> Completion:
+    return cut(completion, 2, decode=str)
+
+
+def running(restored: Any = None) -> Group:
+    return Group(0, Prompt(7, TensorDict()), 0, restored or {})
+
+
+def asked(group: Group, sample: int, ids: list[int], version: int = 0, **more: Any) -> dict[str, Any]:
+    return group.ask(sample, f"name-7-{sample}", {**arguments(ids), **more}, version)[1]
+
+
+def test_each_turn_has_a_name_of_its_own_and_all_of_a_sample_one_session() -> None:
+    group = running()
+    turns = [asked(group, sample, IDS) for sample in (0, 0, 1)]
+    assert [one["request_id"] for one in turns] == ["name-7-0-0", "name-7-0-1", "name-7-1-0"]
+    assert [one["session_id"] for one in turns] == ["name-7-0", "name-7-0", "name-7-1"]
+    assert asked(group, 0, IDS, session_id="mine")["session_id"] == "mine"
+
+
+def test_whole_and_cut_answers_are_in_the_state(engine: FakeAsyncVLLM) -> None:
+    group = running()
+    turn, first = group.ask(1, "name-7-1", arguments(IDS), 0)
+    turn.answer = answer(engine, first)
+    second = asked(group, 1, [*IDS, 68])
+    some = half(answer(engine, second))
+    assert group.answers({}) == {1: {0: (turn.answer, how())}}
+    assert group.answers({second["request_id"]: some, "another's": turn.answer}) == {
+        1: {0: (turn.answer, how()), 1: (some, how())}
+    }
+
+
+def test_what_is_asked_again_continues(engine: FakeAsyncVLLM) -> None:
+    first = answer(engine, asked(running(), 0, IDS))
+    state = {0: {0: (first, how()), 1: (half(first), how())}}
+    again = running(state)
+    assert again.answers({}) == state  # a second crash loses nothing
+    turn = asked(again, 0, IDS)
+    assert turn["resume"] is first
+    assert "prompt_token_ids" not in turn
+    assert asked(again, 0, IDS)["resume"].outputs[0].token_ids.tolist() == first.outputs[0].token_ids[:2].tolist()
+    assert "resume" not in asked(again, 0, IDS)  # a third turn there was none
+    assert again.answers({}) == state
+
+
+@pytest.mark.parametrize(
+    ("ids", "version", "asked_how", "is_used"),
+    [([65, 66], 3, {}, False), (IDS, 2, {}, False), (IDS, 3, {"max_tokens": 5}, False), (IDS, 3, {}, True)],
+)
+def test_an_answer_to_another_prompt_or_of_another_kind_or_from_the_future_is_not_used(
+    engine: FakeAsyncVLLM, ids: list[int], version: int, asked_how: dict[str, int], is_used: bool
+) -> None:
+    had = answer(engine, asked(running(), 0, IDS))
+    had.outputs[0] = replace(had.outputs[0], policy_versions=had.outputs[0].policy_versions + 3)
+    turn = asked(running({0: {0: (had, how(**asked_how))}}), 0, ids, version)
+    assert ("resume" in turn, "prompt_token_ids" in turn) == (is_used, not is_used)
+
+
+def test_snapshots_are_of_all_replicas_that_answer(engine: FakeAsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = 3600.0  # type: ignore[attr-defined]
+    names = [f"request {i}" for i in range(4)]
+    calls = in_thread(lambda: engine.generate([IDS] * 4, {"max_tokens": 2}, request_ids=names, use_tqdm=False))
+    until(lambda: len(snapshots(engine)) == 4)
+    assert set(snapshots(engine)) == set(names)
+    engine.replicas[0].die()  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING):
+        until(lambda: len(snapshots(engine)) == 2)  # the others wait until they can be alone at the other one
+    engine.abort(names)
+    assert len(calls.result(60)) == 4

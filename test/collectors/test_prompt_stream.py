@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 
 from support.collecting import Questions
-from torchrl_moe.collectors.prompt_stream import PromptFeed, PromptStream
+from torchrl_moe.collectors.llm_collector import PromptFeed
+from torchrl_moe.collectors.prompt_stream import PromptStream
 
 
 def read(stream: PromptStream, count: int) -> list[str]:

@@ -44,7 +44,7 @@ from support.remote_hosts import (
 from support.toy_engine import bring
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
-from torchrl_moe.collectors.remote_host import RemoteHost
+from torchrl_moe.collectors.ray_collectors import RayCollector
 from torchrl_moe.errors import CollectionError, CollectionStalledError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -388,7 +388,7 @@ def test_one_that_is_over_or_says_nothing_is_shown(collect: Make, monkeypatch: p
         assert TableReader(collector._repr_html_()).other[-1] == words
 
     with monkeypatch.context() as patch:
-        patch.setattr(collector._host, "is_done", lambda reference, seconds: False)
+        patch.setattr(collector, "_is_done", lambda reference, seconds: False)
         check("its actor gave no answer within 5 s")
     collector.shutdown()
     check("the collector was shut down")
@@ -507,14 +507,14 @@ def test_a_state_is_not_loaded_while_a_batch_is_made(
     begun: dict[str, Any] = {}
     whole = []
 
-    def begin(host: RemoteHost, method: str, *arguments: Any) -> Any:
+    def begin(collector: RayCollector, method: str, *arguments: Any) -> Any:
         if "load_state_dict" in arguments:  # calls of an actor run side by side, and may start in another order
-            whole.append(host.is_done(begun["next"]))
-        begun[method] = plain_begin(host, method, *arguments)
+            whole.append(collector._is_done(begun["next"]))
+        begun[method] = plain_begin(collector, method, *arguments)
         return begun[method]
 
-    plain_begin = RemoteHost.begin
-    monkeypatch.setattr(RemoteHost, "begin", begin)
+    plain_begin = RayCollector._begin
+    monkeypatch.setattr(RayCollector, "_begin", begin)
     collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
     start = collector.state_dict()
     assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested

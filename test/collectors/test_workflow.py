@@ -480,11 +480,7 @@ def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> 
 
 
 # -- its time ---------------------------------------------------------------------------------------------------------
-def test_what_hangs_costs_its_group(collect: Collect) -> None:
-    episode = then(lambda query: for_ever(query) if query == "q1" else 1.0)
-    collector = collect(episode, groups_per_batch=2, order="fifo", max_failures=1, reward_timeout=2.0)
-    assert queries(next(iter(collector)))[::2] == ["q0", "q2"]
-    assert collector.stats()["collector/groups_dropped/reward_timeout"] == 1
+def test_what_hangs_without_a_limit_is_found(collect: Collect) -> None:
     with pytest.raises(CollectionStalledError, match="3 groups are running"):
         next(iter(collect(then(for_ever), heartbeat_timeout=2.0)))
 

@@ -15,8 +15,8 @@ from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, policy_of, queries
-from torchrl_moe.collectors import remote_host
-from torchrl_moe.collectors.collector_host import CollectorHost
+from torchrl_moe.collectors import ray_collectors
+from torchrl_moe.collectors.ray_collectors import CollectorHost
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -24,7 +24,7 @@ from torchrl_moe.testing import FakeAsyncVLLM
 class ReusableHost(CollectorHost):
     """Makes a collector in the place of the one that it had, and runs what a test sends."""
 
-    def make(self, kind: str, arguments: Mapping[str, Any]) -> int | None:
+    def make(self, kind: Any, arguments: Mapping[str, Any]) -> int | None:
         if self._made is not None:
             self._made.shutdown()
         super().__init__()
@@ -56,8 +56,8 @@ def placing(*actors: Any) -> Iterator[list[Any]]:
         return places[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_host, "_place", place)
-        patch.setattr(remote_host.RemoteHost, "_kill", lambda host: ended.append(host._actor))
+        patch.setattr(ray_collectors, "_place", place)
+        patch.setattr(ray_collectors.RayCollector, "_kill", lambda collector: ended.append(collector._actor))
         yield ended
 
 

@@ -1,15 +1,19 @@
-"""``AsyncLLMCollector``: answers are generated while the trainer trains, in whole groups, none older than allowed."""
+"""``AsyncLLMCollector``: answers are generated while the trainer trains, in whole groups, none older than allowed.
+
+This is the trainer's side: it asks the collection's event loop for batches, and owns what it has accepted. What happens
+in the loop is in ``rollouts.py``.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -19,26 +23,18 @@ from torchrl.envs import EnvBase
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_number
-from torchrl_moe.collectors.arguments import (
-    EnvLike,
-    GroupFilter,
-    Settings,
-    groups_in_batch,
-    policy_of,
-    pool_of,
-    refuse,
-    source_of,
-)
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentPool, gather
-from torchrl_moe.collectors.group import CollectionStats
+from torchrl_moe.collectors.llm_collector import Policy, one_policy, refuse_queue, refuse_version_tracker
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.reports import FreeRunning, Reports
-from torchrl_moe.collectors.rollouts import Delivery, Rollouts
+from torchrl_moe.collectors.rollouts import CollectionStats, GroupFilter, Rollouts, Settings
 from torchrl_moe.collectors.schedule import Order, Schedule
-from torchrl_moe.collectors.workflow import Workflow, snapshots
-from torchrl_moe.errors import CollectionError, RequestRefusedError
+from torchrl_moe.collectors.workflow import EnvLike, Workflow, source_of
+from torchrl_moe.errors import CollectionError, CollectionStalledError, EngineError, RequestRefusedError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
+from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.service import GenerationService
 
@@ -48,6 +44,7 @@ LOG = logging.getLogger(__name__)
 FIRST = -1 << 30
 """A priority ahead of any collection's."""
 JOIN_SECONDS = 5.0
+SNAPSHOT_SECONDS = 10.0
 OVER = "the collector was shut down"
 
 
@@ -88,63 +85,45 @@ def evaluate(
         RequestRefusedError: the engine refused every prompt.
     """
     check_number("count", count, 1, whole=True)
-    first, make, data, _ = source_of(env, dataloader, 1)
-    prompts = list(islice(PromptStream(data), count))
-    # in a thread: a notebook has a running event loop in this one
-    with ThreadPoolExecutor(1, "torchrl_moe-evaluation") as thread:
-        environments = pool_of(first, make)
-        bar = tqdm(total=len(prompts), desc="evaluate", unit="answer", disable=None if use_tqdm else True)
-        try:
-            with bar:
-                loop = asyncio.new_event_loop()
-                limits = reward_timeout, max_turns
-                task = loop.create_task(_play(policy, environments, prompts, limits, generate_kwargs, bar))
-                played = thread.submit(_run, loop, task)
-                try:
-                    return lazy_stack(played.result())
-                except KeyboardInterrupt:  # answers are not waited for, and their requests are aborted
-                    with suppress(RuntimeError):  # the loop has just come to its end
-                        loop.call_soon_threadsafe(task.cancel)
-                    raise
-        finally:
-            environments.close(keep=first if make is None else None)  # the caller may use the given one again
-
-
-def _run(loop: asyncio.AbstractEventLoop, played: asyncio.Task[list[TensorDictBase]]) -> list[TensorDictBase]:
-    """Run a task to its end; ``asyncio.run`` would also wait for threads, such as those of rewards that hang."""
+    source = source_of(env, dataloader, 1)
+    prompts = list(islice(PromptStream(source.dataloader), count))
+    environments = source.pool()
+    loop = EventLoop("torchrl_moe-evaluation")  # of its own: a notebook has a running one in this thread
+    bar = tqdm(total=len(prompts), desc="evaluate", unit="answer", disable=None if use_tqdm else True)
     try:
-        while not played.done():
-            with suppress(SystemExit, KeyboardInterrupt):  # asyncio raises those of other tasks here, too
-                loop.run_until_complete(played)
-        return played.result()
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+        with bar:
+            limits = reward_timeout, max_turns
+            answers = loop.result(loop.spawn(_answers(policy, environments, prompts, limits, generate_kwargs, bar)))
+            return lazy_stack(answers)
+    finally:  # after a Ctrl-C answers are not waited for, and their requests are aborted
+        loop.stop()
+        loop.join(JOIN_SECONDS)
+        environments.close(keep=source.env if source.make is None else None)  # the caller may use the given one again
 
 
-async def _play(
+async def _answers(
     policy: vLLMWrapper,
     environments: EnvironmentPool | Workflow,
     prompts: list[Prompt],
     limits: tuple[float | None, int],
     generate_kwargs: Mapping[str, Any],
-    bar: tqdm[NoReturn],
+    bar: tqdm[Any],
 ) -> list[TensorDictBase]:
     """Answer all prompts side by side; those that are refused, or have no reward, are left out."""
+    refused: list[RequestRefusedError] = []
 
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await policy.model.agenerate(**{**request.arguments, "priority": FIRST})
 
     async def answer(prompt: Prompt) -> TensorDictBase | None:
+        turns: list[TensorDictBase] = []
         try:
             turns = await environments.play(
                 policy, generate, prompt.data, *limits, return_routed_experts=False, **generate_kwargs
             )
         except RequestRefusedError as error:
-            bar.update()
             refused.append(error)
             LOG.warning("prompt %d is left out of the evaluation (%s): %s", prompt.position, prompt.excerpt, error)
-            return None
         bar.update()
         if not turns:
             return None
@@ -156,7 +135,6 @@ async def _play(
         total = sum(float(reward.sum()) for reward in rewards)
         return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total, dtype=torch.float32))
 
-    refused: list[RequestRefusedError] = []
     # the first error of another kind ends them all
     answers = [one for one in await gather([answer(prompt) for prompt in prompts]) if one is not None]
     if len(refused) == len(prompts):
@@ -271,20 +249,27 @@ class AsyncLLMCollector(FreeRunning, Reports):
     ) -> None:
         super().__init__()
         del reset_at_each_iter  # each sample starts with a reset
-        refuse(
-            yield_completed_trajectories=yield_completed_trajectories,
-            async_envs=async_envs,
-            flatten_data=flatten_data,
-            queue=queue,
-            track_policy_version=track_policy_version,
-            on_weight_update=on_weight_update,
-        )
+        # the other value of each changes nothing, so it is taken
+        if yield_completed_trajectories is False:
+            raise ValueError("yield_completed_trajectories=False: only whole groups are yielded")
+        if async_envs is True:
+            raise ValueError("async_envs=True: environments are stepped in threads anyway: leave it out")
+        if flatten_data is False:
+            raise ValueError("flatten_data=False: answers have different lengths: batches are flat")
+        refuse_queue(queue)
+        refuse_version_tracker(track_policy_version)
+        if on_weight_update is not None:
+            raise ValueError(
+                f"on_weight_update={on_weight_update!r}: what an update does to running answers is the "
+                "weight sync's mode, VLLMWeightSyncScheme(mode=...)"
+            )
         check_number("total_dialog_turns", total_dialog_turns, -1, whole=True)
-        self.policy = policy_of(policy, policy_factory)
-        self.env, make, data, size = source_of(env, dataloader, group_size)
+        self.policy = _policy_of(policy, policy_factory)
+        source = source_of(env, dataloader, group_size)
+        self.env = source.env
         self.settings = settings = Settings(
-            group_size=size,
-            groups_per_batch=groups_in_batch(groups_per_batch, dialog_turns_per_batch, size),
+            group_size=source.group_size,
+            groups_per_batch=_groups_in_batch(groups_per_batch, dialog_turns_per_batch, source.group_size),
             max_staleness=max_staleness,
             order=order,
             window=window,
@@ -303,9 +288,9 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self.postproc, self.replay_buffer = postproc, replay_buffer
         self.total_dialog_turns = self.total_frames = total_dialog_turns
         self.weight_updater = weight_updater
-        self._prompts = PromptStream(data)
+        self._prompts = PromptStream(source.dataloader)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
-        self._environments = pool_of(self.env, make)
+        self._environments = source.pool()
         self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
         # the state of the collection; the loop's thread starts with the first call into it
         self._frames = 0
@@ -314,10 +299,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
             self.policy, self._environments, self._prompts, settings, self._schedule, self._collection
         )
         self._loop = EventLoop("torchrl_moe-collector")
-        self._watches = self._is_over = False
+        self._runs = self._is_over = False
         self._writer: threading.Thread | None = None
         self._iterator: Iterator[TensorDictBase | None] | None = None
-        self._delivery = Delivery(self._loop.result)
+        self._awaited: Future[TensorDictBase] | None = None  # a batch that was asked for and is not accepted yet
+        self._taking = threading.Lock()  # threads that wait for batches do so one after the other
+        self._owning = threading.RLock()  # held while a batch changes its owner
         self.policy.register_collector(self)
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -329,7 +316,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
         with self._progress:
             while not self._has_enough:
                 try:
-                    batch = self._delivery.take(self._ask, self._accept, self.record.wait())
+                    batch = self._take()
                 except _ShutDown:  # by another thread
                     return
                 yield batch
@@ -355,11 +342,43 @@ class AsyncLLMCollector(FreeRunning, Reports):
     def _has_enough(self) -> bool:
         return self._is_over or 0 <= self.total_dialog_turns <= self._frames
 
+    def _take(self) -> TensorDictBase | None:
+        """Wait for the next batch, and hand it over once, whatever interrupts.
+
+        Until it is accepted, the collector owns it: after a Ctrl-C, or an error on its way to the trainer, the next
+        call takes the same batch.
+        """
+        with self._taking:
+            # a future that was asked for again gives the same batch
+            with self._owning:
+                if self._awaited is None:
+                    self._awaited = Future()
+                self._ask(self._awaited)
+            try:
+                with self.record.wait():
+                    batch = self._loop.result(self._awaited, self._check_loop)
+            except Exception:  # a Ctrl-C leaves it
+                self._awaited = None
+                raise
+            with self._owning:
+                accepted = self._accept(batch)
+                self._awaited = None
+            return accepted
+
     def _ask(self, future: Future[TensorDictBase]) -> None:
         self._progress.begin(self._frames)
         is_writer = threading.current_thread() is self._writer  # then only weight updates say what was trained on
         if not self._call(self._rollouts.ask, future, not (is_writer or self.is_paced_by_updates)):
             raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector does not work in a forked process")
+
+    def _check_loop(self) -> None:
+        """Fail if user code blocks the loop, which watches everything else."""
+        limit = self.settings.heartbeat_timeout
+        if limit is not None and time.monotonic() - self._rollouts.round_at > limit + JOIN_SECONDS:
+            raise CollectionStalledError(
+                f"the collector's event loop has stood still for {limit:g} s, in {self._loop.where()}: an async "
+                "function must await what takes time, and run blocking code in asyncio.to_thread"
+            )
 
     def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Give a batch to the trainer, or to the buffer."""
@@ -376,20 +395,16 @@ class AsyncLLMCollector(FreeRunning, Reports):
         return batch if self.replay_buffer is None else None
 
     def _call(self, function: Callable[..., object], *arguments: object) -> bool:
-        self._watch()
+        # not in the constructor: a collector that nobody asks for anything has no thread
+        if not self._runs:
+            self._runs = True
+            self._loop.spawn(self._rollouts.run())
         return self._loop.call(function, *arguments)
 
     def _in_loop(self, function: Callable[..., T], *arguments: object) -> T:
         """Return what a function returns in the loop, whose state is no other thread's to read."""
         self._refuse_own_loop()
-        self._watch()
         return self._loop.run(function, *arguments, patience=JOIN_SECONDS)
-
-    def _watch(self) -> None:
-        # not in the constructor: a collector that nobody asks for anything has no thread
-        if not self._watches:
-            self._watches = True
-            self._loop.spawn(self._rollouts.watch())
 
     def _refuse_own_loop(self) -> None:
         if self._loop.is_here:
@@ -417,6 +432,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
             for _ in self.iterator():
                 pass
         except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
+            self._rollouts.error = self._rollouts.error or error  # here too: its loop may stand still
             self._call(self._rollouts.fail, error)
 
     def getattr_policy(self, attr: str) -> Any:
@@ -443,13 +459,13 @@ class AsyncLLMCollector(FreeRunning, Reports):
 
     def _pause(self, more: int) -> None:
         self._rollouts.pauses += more
-        self._rollouts.step()
+        self._rollouts.wake()
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def increment_version(self) -> None:
         """Note a weight update; a sender calls it, see ``sender.register_collector``."""
-        self._loop.call(self._rollouts.step)
+        self._loop.call(self._rollouts.wake)
 
     @property
     def policy_version(self) -> int:
@@ -479,6 +495,11 @@ class AsyncLLMCollector(FreeRunning, Reports):
         in_line = {"collector/groups_in_line": self._schedule.in_line}
         return {**super().stats(), **in_line, **self._collection.scalars()}
 
+    @property
+    def first_failure(self) -> str | None:
+        """The prompt and the error of the first group that failed; ``None`` if none has."""
+        return self._collection.first_failure
+
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[object] | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
@@ -496,8 +517,8 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._refuse_own_loop()
         # first the answers so far, which takes seconds: what completes meanwhile is in the loop's state as a whole
         cut = snapshots(self.policy.model)
-        with self._delivery.hold() as awaited:
-            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited, cut)}
+        with self._owning:
+            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, self._awaited, cut)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where another collector of the same data stopped; call it before the first batch."""
@@ -522,16 +543,16 @@ class AsyncLLMCollector(FreeRunning, Reports):
         if self._is_over:
             return
         self._is_over = True
-        self._rollouts.error = self._rollouts.error or _ShutDown(OVER)
+        over = self._rollouts.error = self._rollouts.error or _ShutDown(OVER)
         # end the running groups in their loop, then the loop, then the thread that waits for batches
         stopped = threading.Event()
 
         async def stop() -> None:
-            await self._rollouts.stop()
+            await self._rollouts.stop(over)
             stopped.set()
 
         self._progress.close()
-        if self._loop.call(self._rollouts.step):
+        if self._loop.call(self._rollouts.wake):
             self._loop.spawn(stop())
             stopped.wait(10.0 if timeout is None else timeout)
         self._loop.stop()
@@ -545,5 +566,51 @@ class AsyncLLMCollector(FreeRunning, Reports):
         return (
             f"AsyncLLMCollector({settings.groups_per_batch} groups of {settings.group_size} a batch, at most "
             f"{settings.max_staleness} versions old, {settings.order}; {self.record.batches} batches, "
-            f"{self._schedule.in_line} groups in line, {self._collection.in_flight} answers in flight)"
+            f"{self._schedule.in_line} groups in line, {self._collection.in_flight} answers in flight"
+            + (
+                f"; {self._collection.failures} groups failed, the first {self.first_failure}"
+                if self.first_failure
+                else ""
+            )
+            + ")"
         )
+
+
+def snapshots(engine: GenerationService) -> dict[str, Completion]:
+    """Return the partial answers of the requests that an engine's replicas run, by request id; generation continues.
+
+    A replica that does not answer is left out and logged; its answers start again after a restore.
+    """
+    found: dict[str, Completion] = {}
+    for entry in list(engine.replica_table):
+        if entry.state in (ReplicaState.STARTING, ReplicaState.DEAD):
+            continue
+        try:
+            found.update({one.request_id: one for one in entry.replica.call(Engine.snapshot, SNAPSHOT_SECONDS)})
+        except EngineError as error:
+            LOG.warning("running answers at replica %d are not in the checkpoint: %r", entry.index, error)
+    return found
+
+
+def _policy_of(policy: Policy | None, factory: Callable[[], Policy] | None) -> vLLMWrapper:
+    """Return the policy; it asks the engine for one answer at a time."""
+    policy = one_policy(policy, factory)
+    if not isinstance(policy, vLLMWrapper):
+        raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
+    if policy.num_samples is not None:
+        raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
+    return policy
+
+
+def _groups_in_batch(groups: int | None, turns: int | None, group_size: int) -> int:
+    """Return how many groups make a batch, by either of the two arguments that say so."""
+    check_number("dialog_turns_per_batch", turns, 1, whole=True, none=True)
+    if groups is None and turns is not None:
+        if turns % group_size:
+            raise ValueError(f"dialog_turns_per_batch={turns} is no multiple of group_size={group_size}")
+        return turns // group_size
+    if groups is not None and turns is not None and turns != groups * group_size:
+        raise ValueError(
+            f"dialog_turns_per_batch={turns} differs from groups_per_batch * group_size = {groups * group_size}"
+        )
+    return 1 if groups is None else groups

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -31,7 +30,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 Generate: TypeAlias = "Callable[[SampleRequest, int], Awaitable[Completion]]"
 """Answers one request of a sample, given by its index in the environment."""
 T = TypeVar("T")
-MAX_TURNS = 256
+MAX_TURNS = 32
 SHOWN = ("history", "text", "tokens")
 """The part of an answer that an environment sees, beside its own keys. The rest is added afterwards, because an
 environment copies each leaf several times and routes are the largest."""
@@ -139,6 +138,7 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
 
 MOST_THREADS = 32
 MOST_GIVEN_UP = 64
+IDLE_SECONDS = 5.0
 ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
 
 
@@ -239,39 +239,21 @@ class EnvironmentTimeoutError(TimeoutError):
 class Threads(ThreadPoolExecutor):
     """Daemon threads for functions that may hang: a call that is cancelled while it runs costs a thread, not its place.
 
-    A plain pool would fill up with such calls, and the process would wait for them at its end. The threads end after
-    their calls, once this is shut down or garbage collected.
+    A plain pool would fill up with such calls, and the process would wait for them at its end. Idle threads end by
+    themselves, so that pools may be forgotten.
     """
 
     def __init__(self, most: int, name: str) -> None:
         super().__init__(most, name)  # an event loop takes no other executor; it starts no thread of its own
-        self._state = _CallQueue(most, name)  # the threads hold this, and so not the object that ends them
-        self._end = weakref.finalize(self, self._state.end)
-
-    def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
-        call: _Call[T] = _Call(partial(function, *args, **kwargs), self._state.give_up)
-        self._state.add(call)
-        return call
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after their calls; none is waited for."""
-        del wait
-        self._state.end(cancel_futures)
-
-
-class _CallQueue:
-    """Calls that wait for a thread, and the threads that take them."""
-
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
-        # an RLock, since a garbage collection may end it in the middle of a call
-        self._changed = threading.Condition(threading.RLock())
+        self._most, self._name, self._process = most, name, os.getpid()
+        self._changed = threading.Condition(threading.RLock())  # a garbage collection may shut it down within a call
         self._calls: deque[_Call[Any]] = deque()
         self._workers = self._idle = 0
         self._given_up: set[_Call[Any]] = set()
-        self._is_over, self._process = False, os.getpid()
+        self._is_over = False
 
-    def add(self, call: _Call[Any]) -> None:
+    def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
+        call: _Call[T] = _Call(partial(function, *args, **kwargs), self._give_up)
         with self._changed:
             if self._is_over:
                 raise RuntimeError("these threads have ended, and call nothing more")
@@ -283,6 +265,20 @@ class _CallQueue:
                 )
             self._calls.append(call)
             self._wake_thread()
+        return call
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads after their calls; none is waited for."""
+        del wait
+        if self._process != os.getpid():  # a forked one has none of the threads, and perhaps one's lock
+            return
+        with self._changed:
+            self._is_over = True
+            left = list(self._calls) if cancel_futures else []
+            self._changed.notify_all()
+        # outside of the lock: what waits for a call runs here
+        for call in left:
+            call.cancel()
 
     def _wake_thread(self) -> None:
         """Wake or start a thread for the calls that wait."""
@@ -293,14 +289,7 @@ class _CallQueue:
             self._workers += 1
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                self._changed.wait_for(lambda: self._calls or self._is_over)
-                self._idle -= 1
-                if not self._calls:
-                    return
-                call = self._calls.popleft()
+        while (call := self._next()) is not None:
             call.run()
             with self._changed:
                 if call in self._given_up:  # another thread has this one's place
@@ -309,7 +298,17 @@ class _CallQueue:
                 call.is_over = True
             del call  # what it returned is not kept until the next one
 
-    def give_up(self, call: _Call[Any]) -> None:
+    def _next(self) -> _Call[Any] | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._calls or self._is_over, IDLE_SECONDS)
+            self._idle -= 1
+            if self._calls:
+                return self._calls.popleft()
+            self._workers -= 1
+            return None
+
+    def _give_up(self, call: _Call[Any]) -> None:
         """Count a running call's thread as lost, and start another one for the calls that wait."""
         with self._changed:
             if not call.is_over and call not in self._given_up:
@@ -317,17 +316,6 @@ class _CallQueue:
                 self._workers -= 1
                 if self._calls:
                     self._wake_thread()
-
-    def end(self, cancel: bool = False) -> None:
-        if self._process != os.getpid():  # a forked one has none of the threads, and perhaps one's lock
-            return
-        with self._changed:
-            self._is_over = True
-            left = list(self._calls) if cancel else []
-            self._changed.notify_all()
-        # outside of the lock: what waits for a call runs here
-        for call in left:
-            call.cancel()
 
 
 class _Call(Future[T]):
@@ -348,13 +336,15 @@ class _Call(Future[T]):
     def run(self) -> None:
         if not self.set_running_or_notify_cancel():
             return
-        outcome = _outcome(self.function)
-        if isinstance(outcome, tuple):
-            self.set_result(outcome[0])
-        elif isinstance(outcome, StopIteration):  # an event loop's future would not take it, and never end
-            self.set_exception(RuntimeError(f"{_name(self.function)} raised {outcome!r}"))
+        try:
+            result = self.function()
+        except BaseException as error:  # noqa: BLE001  the caller raises it
+            # an event loop's future does not take these two as what they are
+            if isinstance(error, StopIteration | CancelledError):
+                error = RuntimeError(f"{_name(self.function)} raised {error!r}")
+            self.set_exception(error)
         else:
-            self.set_exception(outcome)
+            self.set_result(result)
 
 
 def _name(function: object) -> str:
@@ -408,13 +398,17 @@ class EnvironmentPool:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
-                call = _submitted(self._threads, self._use, env, function, *arguments)
+                loop = asyncio.get_running_loop()
+                call: asyncio.Future[T] = loop.run_in_executor(
+                    self._threads, plainly, self._use, env, function, *arguments
+                )
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
                     await asyncio.wait([call], timeout=timeout)  # a late call keeps the environment in use
                     raise
                 finally:
+                    call.add_done_callback(_read)
                     # a call that hangs keeps its environment until it returns; others get another one
                     if not call.done():
                         mine = None
@@ -424,7 +418,7 @@ class EnvironmentPool:
                         self._free.append(env)
                 if not done:
                     self._check_hung(timeout)
-                return _value(call)
+                return call.result()
 
         try:
             yield in_thread
@@ -433,7 +427,7 @@ class EnvironmentPool:
                 self._free.append(mine)
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        return await call_in(self._threads, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, plainly, function, *arguments)
 
     def _came_back(self, env: EnvBase, _: object) -> None:
         self._hung -= 1
@@ -493,31 +487,17 @@ class EnvironmentPool:
             env.close(raise_if_closed=False)
 
 
-async def call_in(threads: Executor, function: Callable[..., T], *arguments: object) -> T:
-    """Call a function in one of these threads."""
-    call = _submitted(threads, function, *arguments)
-    await asyncio.wait([call])
-    return _value(call)
-
-
-def _submitted(
-    threads: Executor, function: Callable[..., T], *arguments: object
-) -> asyncio.Future[tuple[T] | BaseException]:
-    return asyncio.get_running_loop().run_in_executor(threads, _outcome, function, *arguments)
-
-
-def _outcome(function: Callable[..., T], *arguments: object) -> tuple[T] | BaseException:
-    """Call a function; return its result as a tuple, or its exception, since a future cannot carry every one."""
+def plainly(function: Callable[..., T], *arguments: object) -> T:
+    """Call user code; what would end the loop that waits for it, or a task silently, is an error like any."""
     try:
-        return (function(*arguments),)
-    except BaseException as error:  # noqa: BLE001  the caller raises it
-        return error
+        return function(*arguments)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        raise RuntimeError(f"an environment raised {error!r}") from error
 
 
-def _value(call: asyncio.Future[tuple[T] | BaseException]) -> T:
-    error = call.result()
-    if isinstance(error, tuple):
-        return error[0]
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        raise error
-    raise RuntimeError(f"an environment raised {error!r}") from error  # it would end the loop, or a task silently
+def _read(call: asyncio.Future[Any]) -> None:
+    """Read the error of a call that nobody waits for any more, so that asyncio does not log it."""
+    if not call.cancelled():
+        call.exception()

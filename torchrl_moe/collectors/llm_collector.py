@@ -6,33 +6,171 @@ import logging
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.collectors import llm as torchrl_llm
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
-from torchrl.envs.llm.transforms import PolicyVersion
+from torchrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion
 
-from torchrl_moe.collectors.arguments import (
-    Policy,
-    engine_of,
-    one_env,
-    one_policy,
-    refuse_queue,
-    refuse_seed,
-    refuse_version_tracker,
-)
-from torchrl_moe.collectors.environments import primer_of, with_versions
-from torchrl_moe.collectors.prompt_stream import Prompt, PromptFeed
+from torchrl_moe.collectors.environments import primer_of, rows_of_primer, with_versions
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream, StreamState
 from torchrl_moe.collectors.reports import Reports
+from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.service import GenerationService
 
 LOG = logging.getLogger(__name__)
 END = object()
+Policy: TypeAlias = "Callable[[TensorDictBase], TensorDictBase]"
+
+
+# -- arguments, of both kinds of collectors ---------------------------------------------------------------------------
+
+
+def one_policy(policy: Policy | None, factory: Callable[[], Policy] | None) -> Policy:
+    """Return the policy; one of ours in history mode sends the ids of earlier turns."""
+    if policy is None and factory is not None:
+        policy = factory()
+    elif policy is None or factory is not None:
+        raise ValueError("pass either policy= or policy_factory=")
+    # rendering a chat again may give other ids for a turn, and its log-probs and routes would be lost
+    if isinstance(policy, vLLMWrapper) and policy.input_mode == "history" and not policy.prefer_tokens:
+        return policy.get_new_version(prefer_tokens=True)
+    return policy
+
+
+def refuse_queue(queue: object) -> None:
+    if queue is not None:
+        raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
+
+
+def refuse_version_tracker(track_policy_version: object) -> None:
+    """Refuse TorchRL's transform, which would overwrite the versions in the rows."""
+    if not isinstance(track_policy_version, bool):
+        raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
+
+
+def _refuse_seed(policy: vLLMWrapper) -> None:
+    """Refuse one seed for all answers: those to a prompt would be the same."""
+    seed = policy.sampling_params.get("seed")
+    # vLLM's -1 means no seed, as None does
+    if seed not in (None, -1):
+        raise ValueError(
+            f"the policy samples with seed={seed}, so all answers to a prompt are the same: leave it out and seed the "
+            "engine, collector.set_seed(seed), or use AsyncLLMCollector, which gives each answer a seed of its own"
+        )
+
+
+def _one_env(env: EnvBase | Callable[[], EnvBase]) -> EnvBase:
+    """Return the environment of a collector that has one."""
+    # an environment is callable too, and an async function would return a coroutine
+    env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
+    if not isinstance(env, EnvBase):
+        raise TypeError(
+            f"env must be an environment or a callable that makes one, got {type(env).__name__}; async functions are "
+            "played by AsyncLLMCollector"
+        )
+    return env
+
+
+def _engine_of(policy: Policy) -> GenerationService | None:
+    """Return the engine behind a policy; ``None`` for a policy that is not ours."""
+    return policy.engine if isinstance(policy, vLLMWrapper) else None
+
+
+# -- the data ---------------------------------------------------------------------------------------------------------
+
+
+class FeedState(StreamState):
+    """A feed's, too."""
+
+    copies: list[tuple[int, TensorDictBase]]
+
+
+class PromptFeed:
+    """Gives each sample that an environment resets a prompt, and keeps that prompt until its rows were yielded."""
+
+    def __init__(self, primer: DataLoadingPrimer) -> None:
+        self._data = rows_of_primer(primer)
+        self.stream = PromptStream(self._data)
+        self._repeats = max(1, primer.repeats)
+        self._stack: Callable[[Sequence[TensorDictBase]], TensorDictBase] = primer.stack_method
+        self._device = primer.device
+        self._copies: deque[Prompt] = deque()  # to be drawn next
+        self._open: dict[int, deque[Prompt]] = {}  # by sample; the last one is running, earlier ones are done
+        # the primer's own default would read on in data of which nobody knows the position
+        primer.default_value = self
+
+    def __call__(self, reset: Tensor | None = None) -> TensorDictBase:
+        """Return a prompt for each sample that is reset; see ``DataLoadingPrimer``."""
+        if reset is None or not reset.ndim:
+            return self._draw(0)
+        samples = reset.reshape(len(reset), -1).any(-1).nonzero()[:, 0].tolist()
+        return self._stack([self._draw(sample) for sample in samples])
+
+    def _draw(self, sample: int) -> TensorDictBase:
+        if not self._copies:
+            self._copies.extend([next(self.stream)] * self._repeats)
+        prompt = self._copies.popleft()
+        self._open.setdefault(sample, deque()).append(prompt)
+        data = prompt.data.copy()
+        return data if self._device is None else data.to(self._device)
+
+    def restart(self) -> None:
+        """Restart the data; if it can be read only once, draw all open prompts again."""
+        self.give_back()
+        if not isinstance(self._data, Iterator):
+            self.stream = PromptStream(self._data)
+            self._copies.clear()
+
+    def finished(self, sample: int) -> Prompt:
+        """Close the oldest open prompt of a sample and return it."""
+        return self._open[sample].popleft()
+
+    def forget_finished(self) -> None:
+        """Keep only the prompts of running samples."""
+        for prompts in self._open.values():
+            while len(prompts) > 1:
+                prompts.popleft()
+
+    def give_back(self, finished: Sequence[Prompt] = ()) -> None:
+        """Draw all open prompts again, before any other."""
+        self._copies = deque(self._unfinished(finished))
+        self._open.clear()
+
+    def _unfinished(self, finished: Sequence[Prompt]) -> list[Prompt]:
+        held = [*finished, *(prompt for prompts in self._open.values() for prompt in prompts), *self._copies]
+        return sorted(held, key=lambda prompt: prompt.position)
+
+    def state_dict(self, finished: Sequence[Prompt] = ()) -> FeedState:
+        """Return the position in the data and the open prompts."""
+        copies = [(prompt.position, prompt.data) for prompt in self._unfinished(finished)]
+        return {**self.stream.state_dict(), "copies": copies}
+
+    def load_state_dict(self, state: FeedState) -> None:
+        """Continue where another feed stopped: its open prompts come first."""
+        if isinstance(self._data, Iterator):
+            # TorchRL has drawn rows for a first reset: put them back, if they are all that was read
+            held = {prompt.position: prompt.data for prompt in self._unfinished([])}
+            if list(held) != list(range(self.stream.position)):
+                raise ValueError(
+                    "data that can be read only once cannot go back: load the state before the first batch"
+                )
+            self._data = chain(held.values(), self._data)
+            self.stream = PromptStream(self._data)
+        self.stream.load_state_dict(state)
+        self._open.clear()
+        self._copies = deque(Prompt(position, data) for position, data in state["copies"])
+
+
+# -- the collector ----------------------------------------------------------------------------------------------------
 
 
 class _PausedError(RuntimeError):
@@ -111,12 +249,12 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self._failure: BaseException | None = None
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
-        self._engine = engine_of(policy)
+        self._engine = _engine_of(policy)
         if isinstance(policy, vLLMWrapper):
-            refuse_seed(policy)
+            _refuse_seed(policy)
             # rows carry the engine's versions, which TorchRL's transform would overwrite
             refuse_version_tracker(track_policy_version)
-        env = one_env(env)
+        env = _one_env(env)
         if isinstance(policy, vLLMWrapper):
             env, track_policy_version = with_versions(env) if track_policy_version else env, False
         # the data are read by a feed of ours, which knows its position and what was not yielded

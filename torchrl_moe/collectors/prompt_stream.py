@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypedDict
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
-from torchrl.envs.llm.transforms import DataLoadingPrimer
-
-from torchrl_moe.collectors.environments import rows_of_primer
 
 
 class StreamState(TypedDict):
@@ -24,12 +20,6 @@ class StreamState(TypedDict):
     epoch_rng: Tensor | None
     again: dict[int, TensorDictBase]
     """Rows that were read and not used, by position."""
-
-
-class FeedState(StreamState):
-    """A feed's, too."""
-
-    copies: list[tuple[int, TensorDictBase]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,79 +159,3 @@ def _rng(dataloader: object) -> torch.Generator:
     generator = getattr(dataloader, "generator", None)
     generator = getattr(getattr(dataloader, "sampler", None), "generator", None) if generator is None else generator
     return torch.default_generator if generator is None else generator
-
-
-class PromptFeed:
-    """Gives each sample that an environment resets a prompt, and keeps that prompt until its rows were yielded."""
-
-    def __init__(self, primer: DataLoadingPrimer) -> None:
-        self._data = rows_of_primer(primer)
-        self.stream = PromptStream(self._data)
-        self._repeats = max(1, primer.repeats)
-        self._stack: Callable[[Sequence[TensorDictBase]], TensorDictBase] = primer.stack_method
-        self._device = primer.device
-        self._copies: deque[Prompt] = deque()  # to be drawn next
-        self._open: dict[int, deque[Prompt]] = {}  # by sample; the last one is running, earlier ones are done
-        # the primer's own default would read on in data of which nobody knows the position
-        primer.default_value = self
-
-    def __call__(self, reset: Tensor | None = None) -> TensorDictBase:
-        """Return a prompt for each sample that is reset; see ``DataLoadingPrimer``."""
-        if reset is None or not reset.ndim:
-            return self._draw(0)
-        samples = reset.reshape(len(reset), -1).any(-1).nonzero()[:, 0].tolist()
-        return self._stack([self._draw(sample) for sample in samples])
-
-    def _draw(self, sample: int) -> TensorDictBase:
-        if not self._copies:
-            self._copies.extend([next(self.stream)] * self._repeats)
-        prompt = self._copies.popleft()
-        self._open.setdefault(sample, deque()).append(prompt)
-        data = prompt.data.copy()
-        return data if self._device is None else data.to(self._device)
-
-    def restart(self) -> None:
-        """Restart the data; if it can be read only once, draw all open prompts again."""
-        self.give_back()
-        if not isinstance(self._data, Iterator):
-            self.stream = PromptStream(self._data)
-            self._copies.clear()
-
-    def finished(self, sample: int) -> Prompt:
-        """Close the oldest open prompt of a sample and return it."""
-        return self._open[sample].popleft()
-
-    def forget_finished(self) -> None:
-        """Keep only the prompts of running samples."""
-        for prompts in self._open.values():
-            while len(prompts) > 1:
-                prompts.popleft()
-
-    def give_back(self, finished: Sequence[Prompt] = ()) -> None:
-        """Draw all open prompts again, before any other."""
-        self._copies = deque(self._unfinished(finished))
-        self._open.clear()
-
-    def _unfinished(self, finished: Sequence[Prompt]) -> list[Prompt]:
-        held = [*finished, *(prompt for prompts in self._open.values() for prompt in prompts), *self._copies]
-        return sorted(held, key=lambda prompt: prompt.position)
-
-    def state_dict(self, finished: Sequence[Prompt] = ()) -> FeedState:
-        """Return the position in the data and the open prompts."""
-        copies = [(prompt.position, prompt.data) for prompt in self._unfinished(finished)]
-        return {**self.stream.state_dict(), "copies": copies}
-
-    def load_state_dict(self, state: FeedState) -> None:
-        """Continue where another feed stopped: its open prompts come first."""
-        if isinstance(self._data, Iterator):
-            # TorchRL has drawn rows for a first reset: put them back, if they are all that was read
-            held = {prompt.position: prompt.data for prompt in self._unfinished([])}
-            if list(held) != list(range(self.stream.position)):
-                raise ValueError(
-                    "data that can be read only once cannot go back: load the state before the first batch"
-                )
-            self._data = chain(held.values(), self._data)
-            self.stream = PromptStream(self._data)
-        self.stream.load_state_dict(state)
-        self._open.clear()
-        self._copies = deque(Prompt(position, data) for position, data in state["copies"])

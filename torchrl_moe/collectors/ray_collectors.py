@@ -1,43 +1,67 @@
-"""``RayLLMCollector`` and ``RayAsyncLLMCollector``: the driver's side of a collector that runs in a Ray actor."""
+"""``RayLLMCollector`` and ``RayAsyncLLMCollector``: a collector in a Ray actor, and the driver's side of it.
+
+From the top: the arguments; the actor, which holds a local collector and passes calls on to it; the driver's side,
+which asks the actor for batches; and one class for each kind of collector.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import io
 import logging
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, Unpack
 
+import cloudpickle
+import ray
+import torch
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
 from torchrl_moe._checks import renamed
-from torchrl_moe.collectors.arguments import EnvLike, GroupFilter, Policy
-from torchrl_moe.collectors.async_collector import AsyncLLMCollector
-from torchrl_moe.collectors.collector_host import unpack
-from torchrl_moe.collectors.llm_collector import LLMCollector
-from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
+from torchrl_moe.collectors.llm_collector import LLMCollector, Policy
 from torchrl_moe.collectors.reports import FreeRunning, SampleReader
+from torchrl_moe.collectors.rollouts import GroupFilter
 from torchrl_moe.collectors.schedule import Order
-from torchrl_moe.errors import CollectionError
+from torchrl_moe.collectors.workflow import EnvLike
+from torchrl_moe.errors import CollectionError, EngineError
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.render.tables import html_table, print_table
 from torchrl_moe.render.tokens import MOST_TOKENS, Color, show_token_samples
 
 if TYPE_CHECKING:
     import pandas
-    from ray import ObjectRef
 
 LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
+ASK_SECONDS = 2.0
 SHOW_SECONDS = 5.0
 END_SECONDS = 15.0
 JOIN_SECONDS = 5.0
+CALLS = 8
+"""Calls that the actor handles concurrently."""
+HOW_TO_SEND = {
+    "policy": "pass policy_factory=, which makes the policy in the actor. There it can connect to a shared engine: "
+    "lambda: vLLMWrapper(AsyncVLLM.connect('name'))",
+    "env": "pass a callable that makes it",
+}
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
@@ -128,7 +152,164 @@ def takes_arguments_of(local: type) -> Callable[[Callable[P, None]], Callable[P,
     return decorate
 
 
-# -- both collectors --------------------------------------------------------------------------------------------------
+def actor_options(remote_config: Mapping[str, object] | None, **resources: float | None) -> dict[str, object]:
+    """Return Ray's options for the actor; a resource may be named in both places if they agree."""
+    options = {"max_concurrency": CALLS, **(remote_config or {})}
+    for name, asked in resources.items():
+        if asked is not None and options.setdefault(name, asked) != asked:
+            raise ValueError(f"{name}={asked} and remote_config={remote_config!r} differ: pass one")
+    return options
+
+
+def _put(arguments: Mapping[str, object]) -> ObjectRef:
+    """Put arguments into Ray's object store."""
+    try:
+        return ray.put(dict(arguments))
+    except Exception:  # pickling calls the user's code, which may raise anything
+        # find out which one it was: Ray's error does not say
+        for name, value in arguments.items():
+            try:
+                ray.cloudpickle.dumps(value)
+            except Exception as error:
+                how = HOW_TO_SEND.get(name, "pass what can be pickled")
+                raise TypeError(f"{name}= cannot be sent to the collector's actor ({error!r}): {how}") from error
+        raise
+
+
+# -- the actor --------------------------------------------------------------------------------------------------------
+
+
+class CollectorHost:
+    """Holds a collector for a driver in another process. Methods may be called from several threads at a time."""
+
+    def __init__(self) -> None:
+        self._made: AsyncLLMCollector | LLMCollector | None = None
+        self._batches: Iterator[TensorDictBase | None] | None = None
+        self._pauses: list[AbstractContextManager[None]] = []
+
+    def make(self, kind: type[AsyncLLMCollector] | type[LLMCollector], arguments: Mapping[str, Any]) -> int | None:
+        """Make the collector, and return the answers in a batch."""
+        self._made = kind(**arguments)
+        turns: int | None = self._made.dialog_turns_per_batch
+        return turns
+
+    @property
+    def _collector(self) -> AsyncLLMCollector | LLMCollector:
+        # Ray makes the object again after the actor has died, and nobody calls make a second time
+        if self._made is None:
+            raise CollectionError("Ray has restarted the collector's actor, and its position in the data is lost")
+        return self._made
+
+    def next(self, is_writer: bool = False) -> bytes:
+        """Return a packed tuple of the next batch, or of the ``None`` in its place; an empty tuple at the end."""
+        if isinstance(self._collector, AsyncLLMCollector):
+            self._collector.is_paced_by_updates = is_writer
+        self._batches = iter(self._collector) if self._batches is None else self._batches
+        try:
+            return pack((next(self._batches),))
+        except StopIteration:
+            return pack(())
+        except Exception:
+            self._batches = None  # the generator is closed, and would look exhausted
+            raise
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the collector."""
+        return getattr(self._collector, method)(*arguments)
+
+    def read(self, attribute: str) -> object:
+        """Return an attribute of the collector."""
+        return getattr(self._collector, attribute)
+
+    def increment_version(self) -> None:
+        """Record a weight update, after asking the replicas for their versions, since their stats arrive later."""
+        table: ReplicaTable | None = getattr(getattr(self._collector.policy, "model", None), "replica_table", None)
+        for entry in table or ():
+            if table is not None and entry.state is ReplicaState.SERVING:
+                with suppress(EngineError, OSError):  # the stats will report the version, or the death
+                    version = entry.replica.call(Engine.weights_version, ASK_SECONDS)
+                    with table.lock:
+                        # its stats may have come in between
+                        if version > entry.version:
+                            table.set_version(entry.index, version)
+        self._collector.increment_version()
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set what is applied to each batch."""
+        if self._collector.postproc is not None:
+            raise RuntimeError("postproc is set already")
+        self._collector.postproc = postproc
+
+    def evaluate(
+        self, env: EnvLike, n: int, dataloader: Iterable[object] | None, generate_kwargs: Mapping[str, Any]
+    ) -> TensorDictBase:
+        """Answer held-out prompts; see :func:`~torchrl_moe.collectors.async_collector.evaluate`."""
+        return evaluate(self._collector.policy, env, n, dataloader, **generate_kwargs)
+
+    def pause(self, resume: bool) -> None:
+        """Enter the collector's ``pause`` and stay in it until :meth:`end_pause`."""
+        # the driver's context is left in another call, perhaps in another thread
+        pause = self._collector.pause(resume)
+        pause.__enter__()
+        self._pauses.append(pause)
+
+    def end_pause(self) -> None:
+        """Leave the last pause."""
+        self._pauses.pop().__exit__(None, None, None)
+
+    def shutdown(self, timeout: float | None, close_env: bool) -> None:
+        """Shut the collector down."""
+        if self._made is not None:
+            self._made.shutdown(timeout=timeout, close_env=close_env)
+
+
+def _place(options: Mapping[str, Any]) -> ActorHandle:
+    """Return an actor once it is placed."""
+    actor = ray.remote(CollectorHost).options(**options).remote()
+    seconds = default_timeout()
+    try:
+        if ray.wait([actor.__ray_ready__.remote()], timeout=seconds)[0]:
+            return actor
+        # it may still come: say what it waits for, and do not leave it in the cluster's queue
+        asked = {"CPU": options.get("num_cpus", 1), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
+        waits_for = shortage({name: float(amount) for name, amount in asked.items() if amount})
+        raise CollectionError(
+            f"the collector's actor was not placed within {seconds:g} s (the environment's {TIMEOUT_VARIABLE}). "
+            f"{waits_for}"
+        )
+    except BaseException:
+        with suppress(RayError):
+            ray.kill(actor)
+        raise
+
+
+# torch pickles each tensor as a separate file, and the whole storage for a view of it. A batch has twenty tensors a
+# row: as arrays they cost a fifth of the time to read.
+
+
+def pack(value: object) -> bytes:
+    """Return the bytes of any picklable object."""
+    file = io.BytesIO()
+    pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table[Tensor] = _reduce
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """Return the packed object; its tensors have their own, writable memory."""
+    return pickle.loads(packed)
+
+
+def _reduce(tensor: Tensor) -> tuple[object, ...]:
+    """Reduce a tensor to an array; one with a dtype unknown to numpy (bfloat16) or with a gradient, as torch does."""
+    try:
+        return torch.from_numpy, (tensor.numpy(),)
+    except (TypeError, RuntimeError):
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
 
 
 class RayCollector(FreeRunning):
@@ -138,7 +319,9 @@ class RayCollector(FreeRunning):
     _rests = False
     """Whether the local collector works only when asked, and has a state only between batches."""
 
-    def __init__(self, kind: str, env: EnvLike, options: CollectorOptions) -> None:
+    def __init__(
+        self, kind: type[AsyncLLMCollector] | type[LLMCollector], env: EnvLike, options: CollectorOptions
+    ) -> None:
         super().__init__()
         self.sync_iter = options.get("sync_iter", True)
         self.verbose = options.get("verbose", False)
@@ -158,10 +341,21 @@ class RayCollector(FreeRunning):
         placement = actor_options(
             options.get("remote_config"), num_cpus=options.get("num_cpus"), num_gpus=options.get("num_gpus")
         )
-        arguments = self._sendable(env, options)
-        self._host = RemoteHost(kind, arguments, placement, options.get("ray_init_config"))
         self.total_dialog_turns = self.total_frames = options.get("total_dialog_turns", -1)
-        self.dialog_turns_per_batch = self.requested_frames_per_batch = self._host.dialog_turns_per_batch
+        ray_init_config = options.get("ray_init_config")
+        if ray_init_config is None:
+            join_cluster()
+        elif not ray.is_initialized():
+            ray.init(**ray_init_config)
+        # first what cannot be sent, since a place in the cluster may take minutes
+        arguments = _put(self._sendable(env, options))
+        self._actor = _place(placement)
+        try:
+            self.dialog_turns_per_batch: int | None = self._ask("make", kind, arguments)
+        except BaseException:
+            self._kill()
+            raise
+        self.requested_frames_per_batch = self.dialog_turns_per_batch
         self.weight_updater = options.get("weight_updater")
 
     def _sendable(self, env: EnvLike, options: CollectorOptions) -> dict[str, object]:
@@ -182,7 +376,30 @@ class RayCollector(FreeRunning):
         """Call a method of the :class:`CollectorHost`."""
         if self._is_over:
             raise CollectionError("the collector was shut down")
-        return self._host.wait(self._host.begin(method, *arguments))
+        return self._wait(self._begin(method, *arguments))
+
+    def _begin(self, method: str, *arguments: object) -> ObjectRef:
+        if not ray.is_initialized():  # a call would start another cluster
+            raise CollectionError("Ray was shut down, and the collector's actor with it")
+        return getattr(self._actor, method).remote(*arguments)
+
+    def _wait(self, reference: ObjectRef) -> Any:
+        """Wait for a method's result; errors are raised as they were in the actor."""
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):  # Ray's stand-in for an error that cannot be pickled
+                raise CollectionError(str(error.cause)) from error
+            raise error.cause from error
+        except RayError as error:
+            raise CollectionError(f"the collector's actor gave no answer: {error}") from error
+
+    def _is_done(self, reference: ObjectRef, seconds: float | None = 0.0) -> bool:
+        """Whether a method has returned or raised within some seconds; ``None``: wait without limit."""
+        return bool(ray.wait([reference], timeout=seconds)[0])
+
+    def _kill(self) -> None:
+        ray.kill(self._actor)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -215,8 +432,8 @@ class RayCollector(FreeRunning):
             try:
                 if self._awaited is None:
                     self._check_unpaused()
-                    self._awaited = self._begin()
-                found: tuple[TensorDictBase | None, ...] = unpack(self._host.wait(self._awaited))
+                    self._awaited = self._ask_for_batch()
+                found: tuple[TensorDictBase | None, ...] = unpack(self._wait(self._awaited))
             except Exception:
                 self._awaited = None
                 if self._is_over:  # shut down meanwhile, which is why it failed
@@ -224,12 +441,12 @@ class RayCollector(FreeRunning):
                 raise
             # the next batch is made while this one is trained on
             asks_ahead = found and not self.sync_iter and not self._pauses
-            self._awaited = self._begin() if asks_ahead else None
+            self._awaited = self._ask_for_batch() if asks_ahead else None
             return found
 
-    def _begin(self) -> ObjectRef:
+    def _ask_for_batch(self) -> ObjectRef:
         # the actor counts what the writer's batches were trained on by weight updates only
-        return self._host.begin("next", threading.current_thread() is self._writer)
+        return self._begin("next", threading.current_thread() is self._writer)
 
     def _check_unpaused(self) -> None:
         """Refuse to ask a paused local collector, which would yield nothing; a pause waits for the writer."""
@@ -239,7 +456,7 @@ class RayCollector(FreeRunning):
     def _is_here(self) -> bool:
         """Whether a requested batch has arrived; waits for it if the local collector works only when asked."""
         awaited = self._awaited
-        return awaited is not None and self._host.is_done(awaited, None if self._rests else 0.0)
+        return awaited is not None and self._is_done(awaited, None if self._rests else 0.0)
 
     # -- free running -----------------------------------------------------------------------------------------------
 
@@ -358,6 +575,12 @@ class RayCollector(FreeRunning):
         found: dict[str, int | float | bool] = self._ask("call", "stats")
         return found
 
+    @property
+    def first_failure(self) -> str | None:
+        """The prompt and the error of the first group that failed; ``None`` if none has."""
+        found: str | None = self._ask("read", "first_failure")
+        return found
+
     @renamed(colour="color")
     def show_samples(
         self,
@@ -403,7 +626,7 @@ class RayCollector(FreeRunning):
                 try:
                     if self._is_here():
                         with suppress(Exception):  # the next request for a batch raises it
-                            ahead += [batch for batch in unpack(self._host.wait(self._awaited)) if batch is not None]
+                            ahead += [batch for batch in unpack(self._wait(self._awaited)) if batch is not None]
                 finally:
                     self._taking.release()
             return {**self._ask("call", "state_dict"), "ahead": ahead}
@@ -442,8 +665,15 @@ class RayCollector(FreeRunning):
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        seconds = END_SECONDS if timeout is None else timeout + JOIN_SECONDS
-        self._host.end(seconds, self._awaited, timeout, close_env)
+        if ray.is_initialized():  # else it is gone
+            seconds = END_SECONDS if timeout is None else timeout + JOIN_SECONDS
+            try:
+                self._is_done(self._begin("shutdown", timeout, close_env), seconds)
+            finally:
+                self._kill()
+            if self._awaited is not None:
+                with suppress(Exception):  # read, so that Ray does not log it as unhandled
+                    self._wait(self._awaited)
         if self._writer is not None and self._writer is not threading.current_thread():
             self._writer.join(JOIN_SECONDS)
 
@@ -455,10 +685,10 @@ class RayCollector(FreeRunning):
         try:
             if self._is_over:
                 raise CollectionError("the collector was shut down")
-            reference = self._host.begin("call", method)
-            if not self._host.is_done(reference, SHOW_SECONDS):
+            reference = self._begin("call", method)
+            if not self._is_done(reference, SHOW_SECONDS):
                 raise CollectionError(f"its actor gave no answer within {SHOW_SECONDS:g} s")
-            return True, str(self._host.wait(reference))
+            return True, str(self._wait(reference))
         except CollectionError as error:
             return False, str(error).partition("\n")[0]
 
@@ -496,7 +726,7 @@ class RayLLMCollector(RayCollector):
 
     @takes_arguments_of(LLMCollector)
     def __init__(self, env: EnvLike, **options: Unpack[LLMCollectorOptions]) -> None:
-        super().__init__("LLMCollector", env, options)
+        super().__init__(LLMCollector, env, options)
 
 
 class RayAsyncLLMCollector(RayCollector):
@@ -541,4 +771,4 @@ class RayAsyncLLMCollector(RayCollector):
     @takes_arguments_of(AsyncLLMCollector)
     def __init__(self, env: EnvLike, **options: Unpack[AsyncLLMCollectorOptions]) -> None:
         options["sync_iter"] = True  # it is ahead anyway
-        super().__init__("AsyncLLMCollector", env, options)
+        super().__init__(AsyncLLMCollector, env, options)

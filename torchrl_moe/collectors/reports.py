@@ -292,6 +292,11 @@ class Reports(BaseCollector):
 
     record: CollectionRecord
 
+    @property
+    def first_failure(self) -> str | None:
+        """The prompt and the error of the first group that failed, of a collector that goes on after one."""
+        return None
+
     def _begin_reports(
         self, policy: object, settings: Mapping[str, object], total_dialog_turns: int, verbose: bool
     ) -> None:
@@ -303,7 +308,9 @@ class Reports(BaseCollector):
     def _report(self, batch: TensorDictBase, frames: int) -> None:
         """Record a batch that is yielded; if it comes again after a Ctrl-C, it is recorded once."""
         if batch is not self.record.batch:
-            now = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
+            now: dict[str, object] = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
+            if self.first_failure is not None:
+                now["first_failure"] = self.first_failure
             self.record.add(batch, {**self._samples.metrics(batch), **now, "frames": frames})
         last = self.record.last
         self._progress.show(frames, {label: last[name] for label, name in POSTFIX.items() if name in last})
@@ -361,8 +368,8 @@ class Reports(BaseCollector):
         """Return a pandas ``DataFrame`` with a row for each of the last 10 000 batches.
 
         Columns: ``time`` (UTC, when it was yielded), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),
-        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and the :meth:`stats` at
-        that time.
+        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), the :meth:`stats` at that
+        time, and, once a group has failed, ``first_failure``.
         """
         return data_frame(self.record.rows())
 
@@ -386,4 +393,6 @@ class Reports(BaseCollector):
             rows += [("metric", name, number_text(value)) for name, value in self.stats().items()]
         except Exception as error:  # noqa: BLE001  a collector that has ended, or a subclass's metric that fails, is still shown
             rows.append(("metric", "not known", one_line(repr(error), 80)))
+        if self.first_failure is not None:
+            rows.append(("metric", "first_failure", one_line(self.first_failure, 400)))
         return html_table(type(self).__name__, ("", "name", "value"), rows)

@@ -1,40 +1,38 @@
-"""An async function in place of an environment: it runs one sample and returns its reward."""
+"""What a collector's ``env`` may be, and an async function in its place: it runs one sample and returns its reward."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
-import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from numbers import Real
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
+from torchrl.envs import EnvBase
 
+from torchrl_moe._checks import check_number
 from torchrl_moe.collectors.environments import (
     MAX_TURNS,
     MOST_THREADS,
+    EnvironmentPool,
     EnvironmentTimeoutError,
     Generate,
     Threads,
-    call_in,
+    plainly,
+    take_dataloader,
     too_many_turns,
+    with_batch_size,
 )
-from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
-from torchrl_moe.modules.serving.candidates import ReplicaState
-from torchrl_moe.modules.serving.service import GenerationService
 
 # -- the requests and answers of one sample ---------------------------------------------------------------------------
 
@@ -301,7 +299,7 @@ class Workflow:
         return [] if reward is None else [lazy_stack([row]) for row in conversation.rows(reward)]
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        return await call_in(self._threads, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, plainly, function, *arguments)
 
     def close(self, keep: object = None) -> None:
         """End the threads; ``keep`` has no effect."""
@@ -357,99 +355,47 @@ class Clock:
             raise RuntimeError(f"an episode raised {error!r}") from error
 
 
-# -- answers of unfinished groups -------------------------------------------------------------------------------------
+# -- what a collector is given ----------------------------------------------------------------------------------------
 
 
-LOG = logging.getLogger(__name__)
-SNAPSHOT_SECONDS = 10.0
-Turns: TypeAlias = "dict[int, tuple[Completion, str]]"
-"""Turn -> its answer, complete or partial, and how it was requested."""
+Runs: TypeAlias = "EnvBase | EpisodeFunction | Workflow"
+"""An environment, the async function that runs a sample, or what runs it in its own way."""
+EnvLike: TypeAlias = "Runs | Callable[[], EnvBase]"
 
 
-class Answers:
-    """Complete answers of the running samples, and the answers that restored samples continue from. For one thread.
+class Source(NamedTuple):
+    """Where samples come from."""
 
-    A sample is identified by its prompt's position in the data and its index in the group. After a restore its
-    environment runs again from the start. A stored answer is used if its prompt is the same as before; where a random
-    environment gives another prompt, a new answer is generated.
-    """
+    env: Runs
+    make: Callable[[], EnvBase] | None
+    """Makes more environments; ``None``: the given one is the only one."""
+    dataloader: Iterable[object]
+    group_size: int
+    """Samples of a prompt; at least 1."""
 
-    def __init__(self) -> None:
-        self._prefix = uuid.uuid4().hex[:12]
-        self._asked: dict[int, dict[int, list[str]]] = {}
-        self._whole: dict[int, dict[int, dict[int, Completion]]] = {}
-        self._restored: dict[int, dict[int, Turns]] = {}
-
-    def ask(self, position: int, sample: int, arguments: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Return the arguments of ``agenerate`` for a sample's next turn: with its ids, and an answer to resume."""
-        asked = self._asked.setdefault(position, {}).setdefault(sample, [])
-        turn = len(asked)
-        asked.append(_how(arguments))
-        name = f"{self._prefix}-{position}-{sample}"
-        # one session for a sample, so that its turns find their prefix in the cache of one replica
-        named = {"session_id": name, **arguments, "request_id": f"{name}-{turn}"}
-        had = self._restored.get(position, {}).get(sample, {}).get(turn)
-        if had is None or not _fits(had, arguments, version):
-            return named
-        del named["prompt_token_ids"]
-        named.pop("routed_experts", None)  # the answer has its own
-        return {**named, "resume": had[0]}
-
-    def add(self, position: int, sample: int, completion: Completion) -> None:
-        """Keep a complete answer until its group is complete or dropped."""
-        turn = int(completion.request_id.rpartition("-")[2])
-        self._whole.setdefault(position, {}).setdefault(sample, {})[turn] = completion
-
-    def forget(self, position: int) -> None:
-        """Forget a prompt whose group is complete, or dropped."""
-        self._asked.pop(position, None)
-        self._whole.pop(position, None)
-        self._restored.pop(position, None)
-
-    def state_dict(self, under_way: Mapping[str, Completion]) -> dict[int, dict[int, Turns]]:
-        """Return all answers: position -> sample -> turn -> answer."""
-        # what was restored and is not asked for again yet, then what was asked for here
-        state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
-        everything = ((at, sample, asked) for at, of in self._asked.items() for sample, asked in of.items())
-        for position, sample, asked in everything:
-            turns = state.setdefault(position, {}).setdefault(sample, {})
-            whole = self._whole.get(position, {}).get(sample, {})
-            for turn, how in enumerate(asked):
-                answer = whole.get(turn) or under_way.get(f"{self._prefix}-{position}-{sample}-{turn}")
-                if answer is not None:
-                    turns[turn] = answer, how
-        return state
-
-    def load_state_dict(self, state: Mapping[int, dict[int, Turns]]) -> None:
-        """Continue from the answers of a checkpoint."""
-        self._restored = dict(state)
+    def pool(self) -> EnvironmentPool | Workflow:
+        """Return what runs samples, in environments or by an async function."""
+        if isinstance(self.env, EnvBase):
+            return EnvironmentPool(self.env, self.make)
+        return self.env if isinstance(self.env, Workflow) else Workflow(self.env)
 
 
-def _how(arguments: Mapping[str, Any]) -> str:
-    """What an answer depends on besides its prompt, as text."""
-    return f"{arguments['sampling_params']!r}, routes: {arguments.get('return_routed_experts', True)}"
-
-
-def _fits(had: tuple[Completion, str], arguments: Mapping[str, Any], version: int) -> bool:
-    """Whether an answer has the prompt and arguments of the current request, and weights that the engine has had."""
-    completion, how = had
-    # an engine with older weights than the answer's cannot have made it: this is another run
-    is_known = all(output.policy_versions.max(initial=0) <= version for output in completion.outputs)
-    same_ids = np.array_equal(completion.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
-    return is_known and same_ids and how == _how(arguments)
-
-
-def snapshots(engine: GenerationService) -> dict[str, Completion]:
-    """Return the partial answers of the requests that an engine's replicas run, by request id; generation continues.
-
-    A replica that does not answer is left out and logged; its answers start again after a restore.
-    """
-    found: dict[str, Completion] = {}
-    for entry in list(engine.replica_table):
-        if entry.state in (ReplicaState.STARTING, ReplicaState.DEAD):
-            continue
-        try:
-            found.update({one.request_id: one for one in entry.replica.call(Engine.snapshot, SNAPSHOT_SECONDS)})
-        except EngineError as error:
-            LOG.warning("running answers at replica %d are not in the checkpoint: %r", entry.index, error)
-    return found
+def source_of(env: EnvLike, dataloader: Iterable[object] | None, group_size: int | None) -> Source:
+    """Return where samples come from. Data and group size are those of the environment if they are not given."""
+    check_number("group_size", group_size, 1, 1 << 16, whole=True, none=True)
+    make = None
+    if not is_episode_function(env):
+        if not isinstance(env, EnvBase) and not callable(env):
+            got = type(env).__name__
+            raise TypeError(f"env must be an environment, a callable that makes one, or an async function, got {got}")
+        # one is made even of a factory: it says which data there are, and of what size the groups
+        first, found, repeats = take_dataloader(env if isinstance(env, EnvBase) else env())
+        dataloader = found if dataloader is None else dataloader
+        size = group_size = group_size or repeats or 1
+        if not isinstance(env, EnvBase):
+            factory = env
+            make = lambda: with_batch_size(take_dataloader(factory())[0], size)  # noqa: E731
+        env = with_batch_size(first, size)
+    if dataloader is None:
+        raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
+    return Source(env, make, dataloader, group_size or 1)

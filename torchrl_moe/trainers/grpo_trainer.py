@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 from tqdm.auto import tqdm
 
-from torchrl_moe.collectors.arguments import EnvLike
+from torchrl_moe.collectors.workflow import EnvLike
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM

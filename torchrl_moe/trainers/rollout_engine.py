@@ -17,10 +17,9 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import MAX_TURNS
-from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.collectors.workflow import EnvLike, is_episode_function
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.policies.prompts import Chat, options_of, reads_chats, template_of, template_options
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper

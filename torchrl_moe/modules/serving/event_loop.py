@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -77,12 +78,22 @@ class EventLoop:
             call()  # nothing else touches what the function does
         return self.result(future)
 
-    def result(self, future: Future[T]) -> T:
-        """Wait for a future that calls in the loop fulfil, and return its result."""
+    def result(self, future: Future[T], check: Callable[[], object] = lambda: None) -> T:
+        """Wait for a future that calls in the loop fulfil, and return its result; ``check`` may end the wait."""
         while not wait([future], HEALTH_SECONDS).done:
+            check()
             if self._thread is not None and not self._thread.is_alive() and not future.done():
                 raise RuntimeError(f"the thread {self._name!r} has ended, and nothing will answer this call")
         return future.result()
+
+    def where(self) -> str:
+        """Say which line its thread is at."""
+        frame = None if self._thread is None else sys._current_frames().get(self._thread.ident or 0)
+        return (
+            "no thread"
+            if frame is None
+            else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        )
 
     def spawn(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the loop, from any thread; it is cancelled, and its future, when the loop stops."""

@@ -6,14 +6,14 @@ from there, and a collective transport sends the store's flat bytes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Replica, ReplicaInfo, StageReport, SwapReport
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
     from torch import Tensor, nn
@@ -21,10 +21,7 @@ if TYPE_CHECKING:  # processes that only pass a report on import neither torch n
 
     from torchrl_moe.store import Manifest
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-__all__ = ["LoadingReceiver", "Peer", "Receiver", "StageOptions", "Transport", "asked", "rank_of", "workers_of"]
+__all__ = ["LoadingReceiver", "Receiver", "StageOptions", "Transport", "asked", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,44 +32,8 @@ class StageOptions:
     threads: int = 1
 
 
-class Workers(Protocol):
-    """How a replica's model is split over workers."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks that share each layer."""
-
-    @property
-    def pipeline_parallel_size(self) -> int:
-        """Ranks that hold some of the layers each."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the model."""
-
-
-class Peer(Protocol):
-    """What a transport asks of a replica; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
-
-    def wait_ready(self, timeout: float) -> Workers:
-        """Return what the replica reports, with the sizes that :func:`workers_of` reads."""
-
-    def is_alive(self) -> bool:
-        """Whether its process lives."""
-
-    def call(
-        self,
-        verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-        timeout: float,
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """Run a verb of its engine, and wait for the result."""
-
-
 @contextmanager
-def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> Iterator[Future[StageReport]]:
+def asked(replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> Iterator[Future[StageReport]]:
     """Ask a replica to prepare a version, in a thread; its report is a future inside the context."""
     caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
     try:
@@ -88,13 +49,13 @@ def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: flo
 class Transport(Protocol):
     """One way from the trainer to replicas. Its methods may be called for several replicas at the same time."""
 
-    def open(self, replica: Peer, timeout: float) -> None:
+    def open(self, replica: Replica, timeout: float) -> None:
         """Make a replica ready to take versions; once for each replica object, a restarted one included."""
 
-    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Bring a version to a replica while it serves; nothing of it is used yet."""
 
-    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+    def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Call ``swap``, which has a replica load what was staged, and send beside it what comes only then."""
 
     def close(self) -> None:
@@ -125,7 +86,7 @@ class LoadingReceiver(Receiver, Protocol):
         """Receive a version into a model that vLLM has taken apart."""
 
 
-def workers_of(info: Workers) -> int:
+def workers_of(info: ReplicaInfo) -> int:
     """Return how many workers a replica has: one for each tensor parallel, pipeline and data parallel rank."""
     return info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size
 

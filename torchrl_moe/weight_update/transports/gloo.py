@@ -35,11 +35,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs l
 
 from torchrl_moe.errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapReport
 from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader
 from torchrl_moe.store.content import Bytes, check_digest
 from torchrl_moe.store.folder import at_end
-from torchrl_moe.weight_update.transports.base import Peer, StageOptions, asked, workers_of
+from torchrl_moe.weight_update.transports.base import StageOptions, asked, workers_of
 
 __all__ = [
     "BUFFER_BYTES",
@@ -336,10 +336,10 @@ class GlooTransport:
         if self._buffer_bytes < 1:
             raise ValueError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
         self._place = MeetingPlace()
-        self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Replica, GlooGroup] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # of the groups
 
-    def open(self, replica: Peer, timeout: float) -> None:
+    def open(self, replica: Replica, timeout: float) -> None:
         """Connect with a replica's workers, replacing an earlier group."""
         self._drop(replica)
         options, deadline = self._init(replica, timeout), time.monotonic() + timeout
@@ -360,7 +360,7 @@ class GlooTransport:
         with self._lock:
             self._groups[replica] = group
 
-    def _init(self, replica: Peer, timeout: float) -> dict[str, Any]:
+    def _init(self, replica: Replica, timeout: float) -> dict[str, Any]:
         """Send a replica's workers to a meeting; return the options that they got."""
         workers = workers_of(replica.wait_ready(timeout))
         try:
@@ -381,14 +381,14 @@ class GlooTransport:
             raise
         return options
 
-    def _drop(self, replica: Peer) -> None:
+    def _drop(self, replica: Replica) -> None:
         """Close a replica's group: its workers' ends will be new, or gone."""
         with self._lock:
             group = self._groups.pop(replica, None)
         if group is not None:
             group.close()
 
-    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Send a version to a replica while it generates."""
         try:
             return self._stage(replica, manifest, options, timeout)
@@ -396,7 +396,7 @@ class GlooTransport:
             self._drop(replica)
             raise
 
-    def _stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def _stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         deadline = time.monotonic() + timeout
         if replica not in self._groups:
             self.open(replica, timeout)
@@ -430,7 +430,7 @@ class GlooTransport:
 
         group.broadcast(as_tensor(flat), deadline, check)
 
-    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+    def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Swap: the bytes are there."""
         del replica, manifest
         return swap()

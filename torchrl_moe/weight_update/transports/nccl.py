@@ -32,9 +32,9 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from torchrl_moe.errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapReport
 from torchrl_moe.store import Manifest, WeightStoreReader
-from torchrl_moe.weight_update.transports.base import Peer, StageOptions, workers_of
+from torchrl_moe.weight_update.transports.base import StageOptions, workers_of
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -73,7 +73,7 @@ class Client:
     its broadcast.
     """
 
-    def __init__(self, replica: Peer, timeout: float) -> None:
+    def __init__(self, replica: Replica, timeout: float) -> None:
         self._replica, self._timeout = weakref.ref(replica), timeout
         self.swap: Callable[[], SwapReport] | None = None
         self.answer: Future[SwapReport] = Future()
@@ -145,11 +145,11 @@ class NCCLTransport:
         self._reader, self._address, self._port = WeightStoreReader(folder), address or socket.gethostname(), port
         packed = {"packed_buffer_size_bytes": buffer_bytes, "packed_num_buffers": num_buffers}
         self._packed = {name: value for name, value in packed.items() if value is not None}
-        self._links: weakref.WeakKeyDictionary[Peer, _Link] = weakref.WeakKeyDictionary()
+        self._links: weakref.WeakKeyDictionary[Replica, _Link] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # of the links
         self._timeout = 0.0  # of the last call of ``open``
 
-    def open(self, replica: Peer, timeout: float) -> None:
+    def open(self, replica: Replica, timeout: float) -> None:
         """Make a communicator with a replica's workers, in place of an earlier one."""
         self._drop(replica)
         self._timeout = timeout
@@ -167,21 +167,21 @@ class NCCLTransport:
         with self._lock:
             self._links[replica] = _Link(sender, client, source)
 
-    def _port_of(self, replica: Peer) -> int:
+    def _port_of(self, replica: Replica) -> int:
         if self._port:
             return self._port + int(getattr(replica, "index", 0))
         with socket.socket() as free:
             free.bind(("", 0))
             return int(free.getsockname()[1])
 
-    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica check a version; its bytes come in the pause."""
         if replica not in self._links:  # the last transfer failed
             self.open(replica, timeout)
         what = (manifest.version, options.verify, options.threads, manifest.to_json())
         return replica.call(Engine.stage_weights, timeout, *what)
 
-    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+    def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Swap, and broadcast a version into the pause."""
         try:
             return self._swapping(replica, manifest, swap)
@@ -190,7 +190,7 @@ class NCCLTransport:
         except (RuntimeError, OSError) as error:  # of torch, NCCL and sockets
             raise WeightSyncError(f"version {manifest.version} was not sent: {error}") from error
 
-    def _swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+    def _swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         if replica not in self._links:  # the attempt before failed
             self.open(replica, self._timeout)
         link = self._links[replica]
@@ -218,7 +218,7 @@ class NCCLTransport:
         with torch.cuda.device(self._device):
             link.sender.send_weights()
 
-    def _drop(self, replica: Peer) -> None:
+    def _drop(self, replica: Replica) -> None:
         with self._lock:
             link = self._links.pop(replica, None)
         if link is not None:

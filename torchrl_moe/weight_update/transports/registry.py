@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapReport
 from torchrl_moe.store import Manifest, WeightStoreReader
-from torchrl_moe.weight_update.transports.base import Peer, Receiver, StageOptions, Transport, rank_of
+from torchrl_moe.weight_update.transports.base import Receiver, StageOptions, Transport, rank_of
 
 __all__ = ["MemmapReceiver", "MemmapTransport", "open_receiver", "open_transport"]
 
@@ -27,15 +27,15 @@ class MemmapTransport:
     def __init__(self, folder: Path, holding: Literal["memmap", "adapter"] = "memmap") -> None:
         self.folder, self._holding = folder, holding
 
-    def open(self, replica: Peer, timeout: float) -> None:
+    def open(self, replica: Replica, timeout: float) -> None:
         """Tell a replica where the store is."""
         replica.call(Engine.init_weights, timeout, self._holding, {"folder": str(self.folder)})
 
-    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica read a version."""
         return replica.call(Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, None)
 
-    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+    def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Swap: the bytes are there."""
         del replica, manifest
         return swap()

@@ -9,10 +9,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
@@ -182,25 +182,6 @@ class StagingReport(TypedDict):
     error: str | None
 
 
-class InFlight(Protocol):
-    """The requests of the engine, which a swap may cut short."""
-
-    def pausing(self, mode: PauseMode) -> None:
-        """Note that the engine is about to pause."""
-
-    def take_versions(self, delivered: Iterable[str]) -> dict[str, int]:
-        """Return the versions of requests that have tokens of other weights."""
-
-    async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Continue requests that use the trainer's adapter without it."""
-
-    def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Restart answers without tokens; ``delivered`` is request -> answer -> tokens."""
-
-    def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Note that answers lose their cache, so that their tokens are read again."""
-
-
 class EngineWeights:
     """The weights of one ``AsyncLLM``."""
 
@@ -210,7 +191,7 @@ class EngineWeights:
         self._expected: Expected | None = None  # until a transport is open
         self.version = 0
         self.proved_version = 0  # of the last weights that passed the check
-        self.in_flight: InFlight | None = None
+        self.in_flight: EngineRequests | None = None  # what a swap may cut short
         self._swaps = 0
         self._left_paused = False  # by a failed swap, not by the user
         self.user_paused = False
