@@ -24,8 +24,9 @@ PUBLIC: dict[str, str] = {
     "RouteShapeError RouteValueError RoutingError SessionClosedError SessionError SessionLimitError StaleReplicaError "
     "SyncTimeout TorchRLMoEError UnsupportedRouterError WeightSyncError WeightsOwnedError",
     "http": "HarnessEnv HttpServer Limits load_trajectories run_process serve_http",
-    "modules": "AsyncVLLM Bisection ChatHistory EngineTrace LLMWrapperBase Lease LoadBalancer LogProbs Masks RouterReplay "
-    "Text Tokens TransformersWrapper UnsupportedRouterError bisect_mismatch make_async_vllm_engine probe_replay vLLMWrapper",
+    "modules": "AsyncVLLM Bisection ChatHistory EngineTrace LLMWrapperBase Lease LoadBalancer LogProbs Masks "
+    "RouterReplay Text Tokens TransformersWrapper UnsupportedRouterError bisect_mismatch make_async_vllm_engine "
+    "probe_replay vLLMWrapper",
     "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMDoubleBufferTransport "
     "VLLMDoubleBufferWeightReceiver VLLMDoubleBufferWeightSender VLLMWeightReceiver VLLMWeightSender "
     "VLLMWeightSyncScheme get_model_metadata",
