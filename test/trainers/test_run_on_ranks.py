@@ -27,15 +27,14 @@ from support.shared_training import SHARES_IN_ALL_WAYS, learner_of
 from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from support.waiting import until
+from torchrl_moe.cli.main import main
 from torchrl_moe.errors import RankError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.ranks import unpack
-from torchrl_moe.trainers.script import main
+from torchrl_moe.trainers.ranks import Placement, unpack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,8 +195,6 @@ def few_rollouts(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
         collector = trainer.collector
 
         class Two:
-            init_random_frames = 0
-
             def __iter__(self) -> Any:
                 return iter([next(batches), next(batches)])
 
@@ -295,7 +292,7 @@ def test_two_ranks_of_torchruns_agent_step_as_one_process(tmp_path: Path, no_eng
     """The first gradient is that of one process, each sync is exact, and the engine computes as the trainer does."""
     out = tmp_path / "run"
     few = ["rollout.prompts_per_step=4", "steps=3", "checkpoint.every=3", "optim.max_grad_norm=null"]
-    run_with_torchrun(main, ["--config", "tiny_ranks", f"out={out}", *EXACT, *few], log=tmp_path / "log")
+    run_with_torchrun(main, ["train", "--config", "tiny_ranks", f"out={out}", *EXACT, *few], log=tmp_path / "log")
     rows = exact_rows(out)
     assert len(rows) == len(numbers(rows, "dlogp_max")) == 3
     assert_first_step(out, rows[0], answers=4 * 8)
