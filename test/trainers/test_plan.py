@@ -426,7 +426,7 @@ def test_the_largest_weight_is_gathered_in_float32_when_the_model_is_saved(offlo
     assert "a weight that is gathered to be written" not in rows(config)
 
 
-@pytest.mark.parametrize("name", ["plan", "run_record", "script"])
+@pytest.mark.parametrize("name", ["plan", "run_record"])
 def test_without_rich_the_extra_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("plan", name):
         monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)

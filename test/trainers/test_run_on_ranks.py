@@ -34,6 +34,7 @@ from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.config import Settings, as_dict
 from torchrl_moe.trainers.ranks import Placement, unpack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,6 +100,24 @@ def test_rank_0_gives_each_rank_whole_groups_and_writes_down_the_whole(tmp_path:
         assert np.array_equal(weight, second["weights"][name])
     assert np.array_equal(first["served"]["lm_head.weight"], first["weights"]["lm_head.weight"])
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000000000002", "step-000000000003"}
+
+
+def refuse_changes(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    """From here on, in this process."""
+    found["config"] = as_dict(trainer.config)
+
+    def refuse(_: Settings, name: str, value: object) -> None:
+        raise AssertionError(f"{name} is set to {value!r}")
+
+    Settings.__setattr__ = refuse  # type: ignore[method-assign]  # a rank is a process of its own
+
+
+def test_no_rank_writes_into_the_configuration(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", 2)
+    config.eval.every, config.log.samples, config.log.loggers = 1, 2, ["csv"]
+    given = as_dict(config)
+    found = run_as_ranks(run, config, refuse_changes)
+    assert [rank["config"] for rank in found] == [given, given] and [rank["step"] for rank in found] == [2, 2]
 
 
 def nothing(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:

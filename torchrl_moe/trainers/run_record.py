@@ -88,7 +88,7 @@ class RunRecord:
     def add(self, metrics: Mapping[str, object]) -> Row:
         """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
         self.begin()
-        row = {name: metrics.get(name, "") for name in COLUMNS}
+        row: Row = {name: metrics.get(name, "") for name in COLUMNS} | {"step": metrics["step"]}
         self.rows.append(row)
         with self._unless_full():
             if self._is_behind or not self.metrics.exists():  # somebody has moved it
@@ -98,7 +98,7 @@ class RunRecord:
                     csv.DictWriter(stream, COLUMNS).writerow(row)
             self._is_behind = False
         self._write_samples()
-        self.log({name: value for name, value in metrics.items() if name != "step"}, metrics["step"])
+        self.log({name: value for name, value in metrics.items() if name != "step"}, row["step"])
         return row
 
     def log(self, values: Mapping[str, object], step: int) -> None:
