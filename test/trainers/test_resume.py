@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ WRITING = "a checkpoint that is being written"
 TIMED = ("seconds_", "tokens_per_second")
 
 
-def config_of(out: Path, resume: bool = False) -> GRPOConfig:
+def config_of(out: Path, resume: bool = False, max_staleness: int = 0) -> GRPOConfig:
     config = fake_config(out, STEPS)
     config.resume, config.checkpoint.every, config.log.samples = resume, 2, 4
     config.optim.minibatches, config.optim.lr = 2, 1e-2
     config.eval.mismatch_every = 1
+    config.rollout.max_staleness = max_staleness
     config.rollout.sampling = {"seed": 11}  # each answer has its own, by its place in the run
     return config
 
@@ -66,12 +68,13 @@ def kill_at(trainer: MoEGRPOTrainer, point: str) -> None:
     trainer.register_op(point, count)
 
 
-def run(out: Path, point: str, resume: bool) -> None:
+def run(out: Path, point: str, resume: bool, max_staleness: int) -> None:
     """One start of a run, in a process of its own; what it ends with is in ``end.json``."""
     torch.set_num_threads(1)
     with set_list_to_stack(True), fake_fleet() as fleet:
         fleet.set_seed = lambda seed: None  # type: ignore[method-assign, assignment]  # a fake's log-probs depend on it
-        trainer = fake_run(fleet, config_of(out, resume))
+        rows = [{"prompt": f"{i}+1="} for i in range(40)]  # more than a run trains on
+        trainer = fake_run(fleet, config_of(out, resume, max_staleness), dataset=rows)
         if point:
             kill_at(trainer, point)
         trainer.train()
@@ -83,8 +86,8 @@ def run(out: Path, point: str, resume: bool) -> None:
         trainer.shutdown()
 
 
-def start(out: Path, point: str = "", resume: bool = False) -> int | None:
-    process = multiprocessing.get_context("fork").Process(target=run, args=(out, point, resume))
+def start(out: Path, point: str = "", resume: bool = False, max_staleness: int = 0) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=run, args=(out, point, resume, max_staleness))
     process.start()
     process.join(300)
     if process.is_alive():
@@ -117,3 +120,13 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, uninterrupte
     assert not (tmp_path / "run" / "end.json").exists()
     assert start(tmp_path / "run", resume=True) == 0
     assert traces(tmp_path / "run") == uninterrupted
+
+
+@pytest.mark.parametrize("point", ["process_optim_batch", "post_steps_log"])
+def test_while_answers_are_generated_ahead_a_killed_run_trains_on_each_prompt_once(tmp_path: Path, point: str) -> None:
+    out = tmp_path / "run"
+    assert start(out, point, max_staleness=2) == -signal.SIGKILL
+    assert start(out, resume=True, max_staleness=2) == 0
+    trained = Counter(json.loads(line)["prompt"] for line in (out / "samples.jsonl").read_text().splitlines())
+    assert len(trained) == 2 * STEPS and set(trained.values()) == {2}  # both answers
+    assert [row["step"] for row in traces(out)["rows"]] == [str(step) for step in range(STEPS)]
