@@ -33,6 +33,13 @@ def test_a_configuration_is_printed(capsys: CaptureFixture[str]) -> None:
     assert (shown["steps"], shown["optim"]["lr"], shown["seed"]) == (7, 1e-5, 3)
 
 
+def test_a_key_of_a_configuration_is_taken_out(capsys: CaptureFixture[str]) -> None:
+    assert main(["train", "--config", "tiny_cpu", "--cfg", "--json"]) == 0
+    assert "kv_cache_memory_bytes" in json.loads(capsys.readouterr().out)["engine"]["arguments"]
+    assert main(["train", "--cfg", "--json", "~engine.arguments.kv_cache_memory_bytes"]) == 0
+    assert "kv_cache_memory_bytes" not in json.loads(capsys.readouterr().out)["engine"]["arguments"]
+
+
 def test_a_plan_starts_nothing(capsys: CaptureFixture[str]) -> None:
     assert main(["train", "--config", "olmoe_1b_7b", "plan=true", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         output.show(f"the model is in {folder}", {"folder": str(folder)})
         return FINE
     for setting in options.overrides:
-        if "=" not in setting:
+        if "=" not in setting and not setting.startswith("~"):  # ~key takes a key of a file out
             raise BadUse(f"{setting!r} is not a setting: write key=value; --config names a configuration")
     from torchrl_moe.trainers.compose import load_config
 
