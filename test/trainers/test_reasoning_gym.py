@@ -15,7 +15,7 @@ from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig
 from torchrl_moe.trainers.config import DataConfig
 from torchrl_moe.trainers.prompt_sources import load_prompts, reasoning_rows, reasoning_score
-from torchrl_moe.trainers.rollouts import Given, RolloutSource
+from torchrl_moe.trainers.samples import Given, RolloutSource
 
 
 @dataclass

@@ -38,7 +38,7 @@ from torchrl_moe.trainers.config import (
     RolloutConfig,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine, check_arguments, check_room, engine_arguments
-from torchrl_moe.trainers.rollouts import TASKS, Given, PromptEpisode, RolloutSource
+from torchrl_moe.trainers.samples import TASKS, Given, PromptEpisode, RolloutSource
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.trainers import run_record
 from torchrl_moe.trainers.checkpoints import Checkpoints
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.rollouts import batch_metrics, rewards_of, sample_rows
 from torchrl_moe.trainers.run_record import (
     COLUMNS,
     HealthMonitor,
@@ -34,6 +33,7 @@ from torchrl_moe.trainers.run_record import (
     refuse_older_run,
     summary,
 )
+from torchrl_moe.trainers.samples import batch_metrics, rewards_of, sample_rows
 
 
 class Logger:

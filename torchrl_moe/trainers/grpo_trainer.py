@@ -34,15 +34,6 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, import_function
 from torchrl_moe.trainers.learner import Learner, advantages, in_rows, minibatches
 from torchrl_moe.trainers.policy_model import ModelLike, RolloutEngine, check_arguments, starting_model
 from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, pack, resumes_after_restart, shares, unpack
-from torchrl_moe.trainers.rollouts import (
-    Evaluation,
-    Given,
-    RewardFunction,
-    RolloutSource,
-    batch_metrics,
-    make_collector,
-    sample_rows,
-)
 from torchrl_moe.trainers.run_record import (
     HealthMonitor,
     Progress,
@@ -52,6 +43,15 @@ from torchrl_moe.trainers.run_record import (
     make_loggers,
     open_record,
     refuse_older_run,
+)
+from torchrl_moe.trainers.samples import (
+    Evaluation,
+    Given,
+    RewardFunction,
+    RolloutSource,
+    batch_metrics,
+    make_collector,
+    sample_rows,
 )
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from tensordict import TensorDict, lazy_stack
 from support.training import fake_config, fake_fleet, fake_model
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.trainers import rollouts
+from torchrl_moe.trainers import samples
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine
-from torchrl_moe.trainers.rollouts import Evaluation, Given, RolloutSource, SignalFilter, make_collector
+from torchrl_moe.trainers.samples import Evaluation, Given, RolloutSource, SignalFilter, make_collector
 from torchrl_moe.weight_update.report import SyncReport
 
 
@@ -41,13 +41,13 @@ def test_a_collector_as_the_configuration_says(
     failures: int,
 ) -> None:
     made: dict[str, Any] = {}
-    collector_of = rollouts.AsyncLLMCollector
+    collector_of = samples.AsyncLLMCollector
 
     def make(env: Any, **arguments: Any) -> Any:
         made.update(arguments)
         return collector_of(env, **arguments)
 
-    monkeypatch.setattr(rollouts, "AsyncLLMCollector", make)
+    monkeypatch.setattr(samples, "AsyncLLMCollector", make)
     rollout = config.rollout
     rollout.max_failures, rollout.max_staleness, rollout.window = asked, 3, 0.5
     policy_model = PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
