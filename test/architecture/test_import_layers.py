@@ -72,7 +72,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "modules.backends.transformers",
         "modules.backends.checkpoint",
         "testing",
-        "trainers.placement",  # how ranks share what it loads
+        "trainers.ranks",  # how they share what it loads
         "trainers.policy_model",
         "trainers.plan",
         "cli.models",  # the model that a command is given

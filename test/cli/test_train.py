@@ -11,9 +11,10 @@ import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from torchrl_moe.cli import services as engines
+from torchrl_moe.cli import train
 from torchrl_moe.cli.main import main
 from torchrl_moe.cli.train import configurations
-from torchrl_moe.trainers import GRPOConfig, script
+from torchrl_moe.trainers import GRPOConfig
 from torchrl_moe.trainers.compose import CONFIGS
 
 
@@ -30,6 +31,13 @@ def test_a_configuration_is_printed(capsys: CaptureFixture[str]) -> None:
     assert main(["train", "steps=7", "--config", "tiny_sums", "optim.lr=1e-5", "--cfg", "--json", "seed=3"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["steps"], shown["optim"]["lr"], shown["seed"]) == (7, 1e-5, 3)
+
+
+def test_a_key_of_a_configuration_is_taken_out(capsys: CaptureFixture[str]) -> None:
+    assert main(["train", "--config", "tiny_cpu", "--cfg", "--json"]) == 0
+    assert "kv_cache_memory_bytes" in json.loads(capsys.readouterr().out)["engine"]["arguments"]
+    assert main(["train", "--cfg", "--json", "~engine.arguments.kv_cache_memory_bytes"]) == 0
+    assert "kv_cache_memory_bytes" not in json.loads(capsys.readouterr().out)["engine"]["arguments"]
 
 
 def test_a_plan_starts_nothing(capsys: CaptureFixture[str]) -> None:
@@ -59,7 +67,7 @@ def test_a_run_ends_with_its_last_step(tmp_path: Path, monkeypatch: MonkeyPatch,
         (tmp_path / "metrics.csv").write_text("step,reward,note\n0,0.25,\n1,0.5,good\n")
         print("a table for people")
 
-    monkeypatch.setattr(script, "run", run)
+    monkeypatch.setattr(train, "run", run)
     monkeypatch.delenv("RANK", raising=False)
     assert main(["train", f"out={tmp_path}", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -73,7 +81,7 @@ def test_after_an_interrupt_a_run_can_continue(monkeypatch: MonkeyPatch, capsys:
     def run(config: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(script, "run", run)
+    monkeypatch.setattr(train, "run", run)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "torchrl-moe train: interrupted; resume=true continues from the last checkpoint\n"
 
@@ -105,6 +113,6 @@ def test_a_reward_that_is_not_there_is_refused_before_the_model_is_made(
 def test_without_vllm_it_ends_before_anything_is_written(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    monkeypatch.setattr(script, "run", ran.append)
+    monkeypatch.setattr(train, "run", ran.append)
     assert main(["train"]) == 2 and not ran and "or use engine.kind=transformers" in capsys.readouterr().err
     assert main(["train", "engine.kind=transformers"]) == 0 and len(ran) == 1

@@ -29,7 +29,7 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
-from torchrl_moe.trainers.rewards import PromptEpisode, Rewards
+from torchrl_moe.trainers.samples import PromptEpisode, Rewards
 
 Collect = Callable[..., AsyncLLMCollector]
 

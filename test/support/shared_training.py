@@ -20,9 +20,8 @@ from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.trainers.config import GRPOConfig, OptimConfig, RolloutConfig
 from torchrl_moe.trainers.learner import Learner
-from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import join_ranks, shares
+from torchrl_moe.trainers.ranks import Placement, join_ranks, shares
 
 MODEL: Mapping[str, Any] = {"num_hidden_layers": 3, "vocab_size": 260}  # transformers 5.19 splits a head over TP evenly
 SHAPES = ((3, 4), (3, 9), (2, 7), (2, 2), (5, 1), (5, 3), (1, 3), (1, 12))
@@ -100,7 +99,7 @@ def one_step(config: GRPOConfig, batch: TensorDictBase) -> dict[str, Any]:
         )
 
     learner.optimizer.register_step_pre_hook(note)
-    learner.stepper.step(None, share)  # type: ignore[arg-type]
+    learner.stepper.step(share)
     weights = {name: whole(weight.detach()).clone() for name, weight in policy_model.trained.items()}
     metrics |= learner.stepper.take_metrics()
     ranks.close()

@@ -26,11 +26,10 @@ from support.waiting import until
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers import checkpoints as checkpoints_module
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, RandomNumbers, TrainedState
+from torchrl_moe.trainers.checkpoints import Checkpoints, RandomNumbers, TrainedState
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig
-from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import Ranks, join_ranks, shares
+from torchrl_moe.trainers.ranks import Placement, Ranks, join_ranks, shares
 
 
 class Kept:
@@ -112,9 +111,9 @@ def test_the_run_continues_while_weights_are_written(tmp_path: Path, monkeypatch
 def test_the_state_of_a_collector_comes_back(tmp_path: Path) -> None:
     rollout = TensorDict({"tokens": torch.arange(3), "query": "1+1="})
     state = {"ready": [{"rows": [rollout], "position": 4}], "again": {2: {"query": "q2"}}, "begun": 7}
-    save(checkpoints_of(tmp_path, collector=Kept(state), none=NothingKept()))
+    save(checkpoints_of(tmp_path, collector=Kept(state)))
     again = Kept()
-    checkpoints_of(tmp_path, collector=again, none=NothingKept()).load()
+    checkpoints_of(tmp_path, collector=again).load()
     (entry,) = again.state["ready"]
     assert (entry["position"], again.state["again"], again.state["begun"]) == (4, {2: {"query": "q2"}}, 7)
     assert entry["rows"][0]["tokens"].tolist() == [0, 1, 2] and entry["rows"][0]["query"] == "1+1="
@@ -438,7 +437,7 @@ def train(folder: Path, batch: TensorDictBase, way: str, read: Path | None, left
     share = placement.to_ranks(shares(batch, placement.data_size))[ranks.rank].clone()
     learner.scores(share, VERSION, False)
     for _ in range(2):
-        learner.stepper.step(None, share)  # type: ignore[arg-type]
+        learner.stepper.step(share)
     if left is not None:
         write(state, left, ranks)
     moments = {

@@ -61,6 +61,8 @@ def test_the_defaults_can_be_meant() -> None:
         ("log.loggers", ["tensorboard", "stdout"],
          "log.loggers=.*stdout.* must be a list, each one of csv, tensorboard"),
         ("rollout.over_sample", 1.5, "rollout.over_sample=1.5 begins more groups than can be used in time"),
+        ("engine.arguments", {"max_model_len": 256},
+         "rollout.max_new_tokens=256 must be below engine.arguments.max_model_len=256, which has room for the prompt"),
         ("loss.arguments", {"aggregation": "none"}, "loss.arguments: a loss per token"),
         ("loss.arguments", {"clip_eps": 0.1}, "loss.arguments: GRPOLoss has no clip_eps: did you mean clip_epsilon"),
         ("loss.arguments", {"entropy_coeff": math.nan},

@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from support.training import (
 )
 from support.waiting import until
 from torchrl_moe._compat_transformers import lowered
+from torchrl_moe.cli.main import main
 from torchrl_moe.errors import CollectionError, EngineError, UnsupportedRouterError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
@@ -59,7 +61,6 @@ from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers.checkpoints import Checkpoints, TrainedState
 from torchrl_moe.trainers.config import LossConfig
 from torchrl_moe.trainers.grpo_trainer import finishing
-from torchrl_moe.trainers.script import main
 
 Make = Callable[..., MoEGRPOTrainer]
 
@@ -453,7 +454,9 @@ def test_lines_that_cannot_be_printed_do_not_end_a_run(
 
 def test_what_other_trainers_have_is_named_as_here(fleet: FakeFleet, tmp_path: Path) -> None:
     config = fake_config(tmp_path, 1)
-    with pytest.raises(TypeError, match=r"has no train_dataset: here it is dataset=; settings are in config="):
+    with pytest.raises(TypeError, match=r"has no callbacks: here it is config\.hooks, or register_op; settings are in"):
+        fake_run(fleet, config, callbacks=[])
+    with pytest.raises(TypeError, match=r"train_dataset is another name of dataset: give one of them"):
         fake_run(fleet, config, train_dataset=[])
     with pytest.raises(TypeError, match=r"has no reward: did you mean rewards\?"):
         fake_run(fleet, config, reward=len)
@@ -466,6 +469,64 @@ def test_what_other_trainers_have_is_named_as_here(fleet: FakeFleet, tmp_path: P
     with pytest.raises(UnsupportedRouterError, match=r"it is a dense model, .* set loss\.replay=none"):
         MoEGRPOTrainer(dense, config=config, tokenizer=ByteTokenizer(), engine=fleet, **data)
     assert not list(tmp_path.iterdir())
+
+
+class Calls:
+    """A hook with a state, as TorchRL's are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    def register(self, trainer: Any, name: str = "calls") -> None:
+        trainer.register_module(name, self)
+        trainer.register_op("post_optim", self)
+
+
+def test_hooks_of_torchrl_log_and_keep_their_state(fleet: FakeFleet, tmp_path: Path) -> None:
+    from torchrl.trainers import LogScalar
+
+    logged: list[dict[str, float]] = []
+    for steps, resume in ((2, False), (3, True)):
+        config = fake_config(tmp_path, steps)
+        config.resume, config.checkpoint.every, config.optim.minibatches = resume, 1, 2
+        calls = Calls()
+        with fake_run(fleet, config) as trainer:
+            calls.register(trainer)
+            assert calls.count == (4 if resume else 0)
+            LogScalar(("advantage",), "mean_advantage").register(trainer)
+            trainer.record.loggers = [SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))]
+            with pytest.raises(ValueError, match="there is a module of the name calls already"):
+                trainer.register_module("calls", calls)
+            trainer.train()
+            assert calls.count == 2 * steps
+    assert sum("mean_advantage" in metrics for metrics in logged) == 3
+
+
+def test_trls_quick_start_runs_as_it_is(fleet: FakeFleet, tmp_path: Path) -> None:
+    def reward_unique(completions: list[str], kind: list[str], **kwargs: Any) -> list[float]:
+        assert kind == ["a"] and kwargs["prompts"]
+        return [float(len(set(completion))) for completion in completions]
+
+    trainer = MoEGRPOTrainer(
+        model=fake_model(),
+        reward_funcs=reward_unique,
+        train_dataset=[{"prompt": f"{i}+1=", "kind": "a"} for i in range(8)],
+        processing_class=ByteTokenizer(),
+        config=fake_config(tmp_path, 1),
+        engine=fleet,
+    )
+    with trainer:
+        trainer.train()
+        assert trainer.record.rows[0]["reward"] > 0
 
 
 def test_the_seed_is_pythons_and_numpys_too(fleet: FakeFleet, tmp_path: Path) -> None:
@@ -731,7 +792,7 @@ def test_a_killed_run_continues_from_its_checkpoint(first_run: MoEGRPOTrainer, t
     few = (f"model.source={first_run.record.folder / 'model'}", "rollout.prompts_per_step=2")
     arguments = [f"out={tmp_path}", *few, "steps=500", "seed=3", "checkpoint.every=2", "eval.every=0"]
     arguments += ["log.progress=false", "engine.kind=transformers", "~engine.arguments.kv_cache_memory_bytes"]
-    command = ["--config", "tiny_sums", *arguments]
+    command = ["train", "--config", "tiny_sums", *arguments]
     killed = multiprocessing.get_context("fork").Process(target=main, args=(command,))  # which has all imported
     killed.start()
     try:

@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
 from support.collecting import TOKENIZER
+from support.ranks import run_as_ranks
 from support.rollouts import BigramActor, byte_row, dense, ragged, samples
 from support.routes import random_routes
 from torchrl_moe import objectives
@@ -29,7 +30,6 @@ from torchrl_moe.trainers import learner as loss_building
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, LossConfig, ModelConfig, OptimConfig
 from torchrl_moe.trainers.learner import (
     Learner,
-    Minibatches,
     RolloutScores,
     TokenStepper,
     advantages,
@@ -39,9 +39,10 @@ from torchrl_moe.trainers.learner import (
     learning_rate,
     micro_batches,
     micro_batches_of_ranks,
+    minibatches,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import Ranks
+from torchrl_moe.trainers.ranks import Placement, Ranks, join_ranks
 
 SHAPES = [(3, 4), (2, 7), (5, 1), (1, 3)]
 """Tokens of prompt and answer."""
@@ -196,7 +197,7 @@ def test_weights_move_as_adamw_moves_them() -> None:
     weight: Any = learner.actor.model.lm_head.weight  # type: ignore[union-attr]
     before, grad = weight.detach().clone(), gradients(learner)["lm_head.weight"]
     learner.optimizer.zero_grad()
-    metrics = learner.stepper.step(None, batch_of(learner))  # type: ignore[arg-type]
+    metrics = learner.stepper.step(batch_of(learner))
     # the first step of Adam: the sign of the gradient, nearly
     expected = before * (1 - 1e-3 * 0.1) - 1e-3 * grad / (grad.abs() + 1e-8)
     torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
@@ -290,27 +291,18 @@ def numbered(count: int) -> TensorDict:
     return TensorDict({"sample": torch.arange(count)}, batch_size=[count])
 
 
-def epoch(parts: Minibatches, batch: TensorDictBase) -> list[list[int]]:
-    parts.begin(batch)
-    found = []
-    while True:
-        try:
-            found.append(parts(batch)["sample"].tolist())
-        except StopIteration:
-            return found
+def epoch(count: int, samples: int, ranks: Ranks | None = None) -> list[list[int]]:
+    return [part["sample"].tolist() for part in minibatches(numbered(samples), count, ranks)]
 
 
 def test_one_minibatch_is_the_batch_as_it_is_and_there_are_no_more_than_samples() -> None:
-    assert epoch(Minibatches(1), numbered(5)) == [[0, 1, 2, 3, 4]]
-    assert sorted(epoch(Minibatches(4), numbered(2))) == [[0], [1]]
-    with pytest.raises(StopIteration):  # which TorchRL's trainer takes for the end of an epoch
-        Minibatches(1)(numbered(1))
+    assert epoch(1, 5) == [[0, 1, 2, 3, 4]]
+    assert sorted(epoch(4, 2)) == [[0], [1]]
 
 
 def test_each_epoch_has_every_sample_once_in_another_order() -> None:
     torch.manual_seed(0)
-    parts, batch = Minibatches(3), numbered(7)
-    first, second = epoch(parts, batch), epoch(parts, batch)
+    first, second = epoch(3, 7), epoch(3, 7)
     for found in (first, second):
         assert [len(part) for part in found] == [3, 2, 2]
         assert sorted(i for part in found for i in part) == list(range(7))
@@ -328,9 +320,9 @@ class Second(Ranks):
 
 def test_ranks_that_see_the_same_samples_split_them_alike() -> None:
     torch.manual_seed(0)
-    first = epoch(Minibatches(3, Second()), numbered(7))
+    first = epoch(3, 7, Second())
     torch.manual_seed(5)
-    assert epoch(Minibatches(3, Second()), numbered(7)) == first
+    assert epoch(3, 7, Second()) == first
 
 
 SIX_SHAPES = [(2, 3), (1, 7), (3, 2), (2, 5), (4, 1), (1, 4)]
@@ -359,6 +351,43 @@ def test_parts_change_no_gradient(max_tokens: int, parts: int, aggregation: Any)
     assert (calls, more) == (1, parts)
     torch.testing.assert_close(split, whole, atol=1e-12, rtol=0)
     torch.testing.assert_close(of_parts["loss_objective"], metrics["loss_objective"], atol=1e-6, rtol=0)
+
+
+FAMILY = ("GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss")
+AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "fixed_length")
+
+
+def gradients_of(ranks: Ranks, max_tokens: int | None) -> dict[tuple[str, str], Any]:
+    """The gradient of each loss and aggregation, of this rank's half of a batch, or of all; averaged over ranks."""
+    found = {}
+    rollouts = samples(SIX_SHAPES)
+    # halves with other numbers of tokens and of parts
+    halves = [rollouts] if ranks.size == 1 else [rollouts[:2], rollouts[2:]]
+    own = halves[ranks.rank]
+    for name in FAMILY:
+        for aggregation in AGGREGATIONS:
+            fixed = {"fixed_length": 9} if aggregation == "fixed_length" else {}
+            actor = BigramActor()
+            loss = getattr(objectives, name)(actor, entropy_bonus=True, aggregation=aggregation, **fixed)
+            stepper_of(loss, max_tokens, placement=Placement(ranks)).accumulate(ragged(own))
+            assert actor.logits.grad is not None
+            found[name, aggregation] = sum(ranks.gather(actor.logits.grad)) / ranks.size
+    return found
+
+
+def rank_gradients() -> dict[tuple[str, str], Any]:
+    ranks = join_ranks(60.0)
+    found = {key: gradient.numpy() for key, gradient in gradients_of(ranks, 8).items()}
+    ranks.close()
+    return found
+
+
+def test_parts_of_two_ranks_have_the_gradient_of_one_batch_for_each_loss_and_aggregation() -> None:
+    whole = gradients_of(Ranks(), None)
+    assert len(whole) == 24 and all(gradient.abs().max() > 1e-3 for gradient in whole.values())
+    for found in run_as_ranks(rank_gradients):
+        gaps = {key: float((torch.from_numpy(found[key]) - gradient).abs().max()) for key, gradient in whole.items()}
+        assert max(gaps.values()) <= 1e-6, gaps
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10, 1])
@@ -397,7 +426,7 @@ def test_a_step_moves_the_weights_and_the_learning_rate() -> None:
     stepper = stepper_of(loss, max_tokens=10)
     before = loss.actor_network.logits.detach().clone()
     wanted, _, _ = gradient(None, ragged(samples(SIX_SHAPES)), entropy_bonus=False)
-    out = stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+    out = stepper.step(ragged(samples(SIX_SHAPES)))
     torch.testing.assert_close(loss.actor_network.logits.detach(), before - 0.5 * wanted)
     torch.testing.assert_close(out["grad_norm"], wanted.norm().float())
     assert (out["lr"].item(), stepper.lr) == (0.5, 0.25)
@@ -410,7 +439,7 @@ def test_a_step_moves_the_weights_and_the_learning_rate() -> None:
 def test_a_gradient_is_scaled_down_to_its_greatest_norm() -> None:
     loss = GRPOLoss(BigramActor(), entropy_bonus=False)
     before = loss.actor_network.logits.detach().clone()
-    stepper_of(loss, max_grad_norm=1e-3).step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+    stepper_of(loss, max_grad_norm=1e-3).step(ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
     assert (loss.actor_network.logits.detach() - before).norm().item() == pytest.approx(0.5e-3, rel=1e-3)
 
 
@@ -419,7 +448,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_logged_and_counted(caplog: pyt
     stepper = stepper_of(loss)
     before = loss.actor_network.logits.detach().clone()
     handle = loss.actor_network.logits.register_hook(lambda grad: grad * float("inf"))
-    stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+    stepper.step(ragged(samples(SIX_SHAPES)))
     handle.remove()
     assert torch.equal(loss.actor_network.logits, before) and (stepper.skipped, stepper.lr) == (1, 0.5)
     assert "the step is skipped, 1 so far" in caplog.text and loss.actor_network.logits.grad is None
@@ -431,9 +460,9 @@ def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
     factors = iter((math.nan, 1.0, math.inf, math.nan))
     loss.actor_network.logits.register_hook(lambda grad: grad * next(factors))
     for _ in range(3):
-        stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+        stepper.step(ragged(samples(SIX_SHAPES)))
     with pytest.raises(DivergedError, match=r"optim\.max_bad_steps=2 gradients in a row are not finite"):
-        stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+        stepper.step(ragged(samples(SIX_SHAPES)))
     assert stepper.skipped == 3
 
 
@@ -443,12 +472,12 @@ def test_weights_that_are_not_finite_end_the_run() -> None:
     weight = loss.actor_network.logits.detach()
     stepper.optimizer.register_step_post_hook(lambda *_: weight.__setitem__(0, math.inf))
     with pytest.raises(DivergedError, match="the weights are not finite after this step"):
-        stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+        stepper.step(ragged(samples(SIX_SHAPES)))
 
 
 def test_it_continues_from_its_state() -> None:
     stepper = stepper_of(GRPOLoss(BigramActor(), entropy_bonus=False))
-    stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
+    stepper.step(ragged(samples(SIX_SHAPES)))
     stepper.skipped = 3
     other = stepper_of(GRPOLoss(BigramActor(), entropy_bonus=False))
     other.load_state_dict(stepper.state_dict())
@@ -474,7 +503,7 @@ def clip_of(loss: GRPOLoss) -> list[float]:
     return [round(float(bound), 6) for bound in (loss.clip_epsilon_low, loss.clip_epsilon_high)]
 
 
-@pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss"])
+@pytest.mark.parametrize("name", FAMILY)
 def test_every_loss_by_its_name(name: str) -> None:
     loss = loss_of(name=name)
     assert type(loss) is getattr(objectives, name) and not loss.entropy_bonus
@@ -547,7 +576,7 @@ def rows(rewards: dict[int, list[float]]) -> TensorDictBase:
     ],
 )
 def test_advantages_are_those_of_the_formula(name: str, expected: list[float]) -> None:
-    batch = advantages(name, rows(REWARDS))
+    batch = advantages(name, rows(REWARDS), 8)
     found = torch.stack([row["advantage"] for row in batch.unbind(0)])
     assert found.shape == (8, 1, 1)
     torch.testing.assert_close(found.flatten(), torch.tensor(expected), atol=1e-5, rtol=0)
@@ -558,7 +587,7 @@ def test_reinforce_plus_plus_counts_samples_not_turns() -> None:
     turns = rows({0: [0.0, 1.0, 0.0, 3.0]})
     for place in (0, 2):
         turns[place]["next", "done"] = torch.zeros(1, dtype=torch.bool)
-    batch = advantages("reinforce_plus_plus", turns)
+    batch = advantages("reinforce_plus_plus", turns, 2)
     found = [round(float(row["advantage"]), 5) for row in batch.unbind(0)]
     assert found == [-0.70711, -0.70711, 0.70711, 0.70711]  # returns 1 and 3: mean 2, deviation sqrt(2)
 

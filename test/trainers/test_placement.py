@@ -20,10 +20,9 @@ from support.shared_training import MODEL, SHARES_IN_ALL_WAYS, grouped_batch, on
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, whole
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.placement import Placement, check_placement, decoder_layers
 from torchrl_moe.trainers.plan import model_config_of
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import join_ranks
+from torchrl_moe.trainers.ranks import Placement, check_placement, decoder_layers, join_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

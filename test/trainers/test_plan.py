@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from support.rollouts import byte_row
 from support.routes import random_routes
 from torchrl_moe._compat_memory import peak_bytes
+from torchrl_moe.cli.main import main
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.policies.unstack import model_metadata
@@ -37,7 +38,6 @@ from torchrl_moe.trainers.plan import (
     of_trainer,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, prepared
-from torchrl_moe.trainers.script import main
 
 QWEN = 30_532_122_624
 OLMOE = 6_919_161_856
@@ -253,25 +253,24 @@ def test_the_plan_of_a_tiny_model_is_within_a_tenth_of_its_measured_peak(checkpo
     policy_model = PolicyModel.load(model, ByteTokenizer(), config.model)
     learner = Learner(TransformersWrapper(policy_model.model, replay="R3"), policy_model, config)
     batch = batch_of(learner, 16, 256)
-    unused: Any = None
-    learner.stepper.step(unused, batch)
+    learner.stepper.step(batch)
     resident = sum(weight.nbytes for weight in model.parameters())
     states = learner.optimizer.state.values()
     moments = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
-    measured = resident + moments + peak_bytes(lambda: learner.stepper.step(unused, batch))
+    measured = resident + moments + peak_bytes(lambda: learner.stepper.step(batch))
     plan = RunPlan.of_model(config, model.config)
     assert items(plan, TRAINER)["AdamW's moments"] == moments == 2 * resident
     assert plan.total(TRAINER) == pytest.approx(measured, rel=0.1)
 
 
 def test_the_command_prints_it_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "olmoe_1b_7b", "plan=true", f"out={tmp_path / 'run'}"]) == 0
+    assert main(["train", "--config", "olmoe_1b_7b", "plan=true", f"out={tmp_path / 'run'}"]) == 0
     out = capsys.readouterr().out
     assert "trainer, each GPU" in out and "weight update" in out and not (tmp_path / "run").exists()
 
 
 def test_a_model_that_is_made_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "tiny_cpu", "plan=true"]) == 2 and "model.source" in capsys.readouterr().err
+    assert main(["train", "--config", "tiny_cpu", "plan=true"]) == 2 and "model.source" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"model\.source=None"):
         RunPlan.of(GRPOConfig())
 
@@ -427,7 +426,7 @@ def test_the_largest_weight_is_gathered_in_float32_when_the_model_is_saved(offlo
     assert "a weight that is gathered to be written" not in rows(config)
 
 
-@pytest.mark.parametrize("name", ["plan", "run_record", "script"])
+@pytest.mark.parametrize("name", ["plan", "run_record"])
 def test_without_rich_the_extra_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("plan", name):
         monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)

@@ -20,9 +20,8 @@ from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig, PlacementConfig
-from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel, new_start, starting_model
-from torchrl_moe.trainers.ranks import Ranks
+from torchrl_moe.trainers.ranks import Placement, Ranks
 
 IDS = torch.tensor([[72, 105, 33, 10, 65, 66]])
 

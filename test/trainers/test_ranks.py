@@ -371,10 +371,10 @@ def agent(environment: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 def begin(folder: Path, resume: bool = False) -> bool:
     """A start of a run, as far as it matters here; returns whether it continued."""
     config = GRPOConfig(out=str(folder), resume=resume)
-    ranks_module.resume_after_restart(config, ranks_module.launch_of())
+    resumes = ranks_module.resumes_after_restart(config, ranks_module.launch_of())
     ranks_module.note_launch(folder, ranks_module.launch_of())
     (folder / "config.yaml").write_text("steps: 1")
-    return config.resume
+    return resumes
 
 
 def test_a_run_that_is_started_again_continues_whatever_was_counted(

@@ -14,9 +14,8 @@ import pytest
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig
 from torchrl_moe.trainers.config import DataConfig
-from torchrl_moe.trainers.prompt_sources import load_prompts
-from torchrl_moe.trainers.reasoning_gym import reasoning_rows, reasoning_score
-from torchrl_moe.trainers.rollout_engine import Given, RolloutSource
+from torchrl_moe.trainers.prompt_sources import load_prompts, reasoning_rows, reasoning_score
+from torchrl_moe.trainers.samples import Given, RolloutSource
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.trainers.prompt_sources import load_prompts
-from torchrl_moe.trainers.rewards import TAKEN, PromptEpisode, Reward, Rewards
+from torchrl_moe.trainers.samples import TAKEN, PromptEpisode, Reward, Rewards
 
 CHAT = [{"role": "user", "content": "1+1="}]
 COLUMNS = {"prompt": "1+1=", "answer": "2", "tests": [1, 2], "hint": None}

@@ -24,7 +24,8 @@ from support.training import fake_fleet, fake_model
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.trainers import MoEGRPOTrainer, rollout_engine
+from torchrl_moe.trainers import MoEGRPOTrainer
+from torchrl_moe.trainers import policy_model as rollout_engine
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import (
     ConfigError,
@@ -36,17 +37,8 @@ from torchrl_moe.trainers.config import (
     ModelConfig,
     RolloutConfig,
 )
-from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rewards import PromptEpisode
-from torchrl_moe.trainers.rollout_engine import (
-    TASKS,
-    Given,
-    RolloutEngine,
-    RolloutSource,
-    check_arguments,
-    check_room,
-    engine_arguments,
-)
+from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine, check_arguments, check_room, engine_arguments
+from torchrl_moe.trainers.samples import TASKS, Given, PromptEpisode, RolloutSource
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from torchrl_moe.trainers.checkpoints import exchange, recover
 from torchrl_moe.trainers.config import ConfigError
-from torchrl_moe.trainers.run_folder import RunLock, exchange, recover
+from torchrl_moe.trainers.run_record import RunLock
 
 
 def folder(path: Path, content: str) -> Path:

@@ -8,14 +8,14 @@ from statistics import mean
 
 import pytest
 
-from torchrl_moe.trainers.script import main
+from torchrl_moe.cli.main import main
 
 pytestmark = pytest.mark.gpu
 
 
 def run(out: Path, *settings: str) -> list[dict[str, str]]:
     """The rows of the metrics of a run of one-digit sums."""
-    assert main(["--config", "tiny_sums", f"out={out}", *settings]) == 0
+    assert main(["train", "--config", "tiny_sums", f"out={out}", *settings]) == 0
     with (out / "metrics.csv").open(newline="") as stream:
         return list(csv.DictReader(stream))
 

@@ -27,15 +27,15 @@ from support.shared_training import SHARES_IN_ALL_WAYS, learner_of
 from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from support.waiting import until
+from torchrl_moe.cli.main import main
 from torchrl_moe.errors import RankError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.ranks import unpack
-from torchrl_moe.trainers.script import main
+from torchrl_moe.trainers.config import Settings, as_dict
+from torchrl_moe.trainers.ranks import Placement, unpack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,6 +100,24 @@ def test_rank_0_gives_each_rank_whole_groups_and_writes_down_the_whole(tmp_path:
         assert np.array_equal(weight, second["weights"][name])
     assert np.array_equal(first["served"]["lm_head.weight"], first["weights"]["lm_head.weight"])
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000000000002", "step-000000000003"}
+
+
+def refuse_changes(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    """From here on, in this process."""
+    found["config"] = as_dict(trainer.config)
+
+    def refuse(_: Settings, name: str, value: object) -> None:
+        raise AssertionError(f"{name} is set to {value!r}")
+
+    Settings.__setattr__ = refuse  # type: ignore[method-assign]  # a rank is a process of its own
+
+
+def test_no_rank_writes_into_the_configuration(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", 2)
+    config.eval.every, config.log.samples, config.log.loggers = 1, 2, ["csv"]
+    given = as_dict(config)
+    found = run_as_ranks(run, config, refuse_changes)
+    assert [rank["config"] for rank in found] == [given, given] and [rank["step"] for rank in found] == [2, 2]
 
 
 def nothing(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
@@ -196,8 +214,6 @@ def few_rollouts(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
         collector = trainer.collector
 
         class Two:
-            init_random_frames = 0
-
             def __iter__(self) -> Any:
                 return iter([next(batches), next(batches)])
 
@@ -295,7 +311,7 @@ def test_two_ranks_of_torchruns_agent_step_as_one_process(tmp_path: Path, no_eng
     """The first gradient is that of one process, each sync is exact, and the engine computes as the trainer does."""
     out = tmp_path / "run"
     few = ["rollout.prompts_per_step=4", "steps=3", "checkpoint.every=3", "optim.max_grad_norm=null"]
-    run_with_torchrun(main, ["--config", "tiny_ranks", f"out={out}", *EXACT, *few], log=tmp_path / "log")
+    run_with_torchrun(main, ["train", "--config", "tiny_ranks", f"out={out}", *EXACT, *few], log=tmp_path / "log")
     rows = exact_rows(out)
     assert len(rows) == len(numbers(rows, "dlogp_max")) == 3
     assert_first_step(out, rows[0], answers=4 * 8)

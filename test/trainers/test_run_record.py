@@ -7,7 +7,7 @@ import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,17 +17,23 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 from support.html_table import TableReader
+from support.training import fake_config
 from torchrl_moe.errors import MissingEntryError
-from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers import run_record
+from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.run_record import (
     COLUMNS,
     HealthMonitor,
     RunRecord,
     RunReports,
-    batch_metrics,
-    sample_rewards,
+    lock_folder,
+    make_loggers,
+    open_record,
+    refuse_older_run,
     summary,
 )
+from torchrl_moe.trainers.samples import batch_metrics, rewards_of, sample_rows
 
 
 class Logger:
@@ -141,7 +147,7 @@ def row(group: int, reward: float, tokens: int, version: int, *, done: bool = Tr
     versions[:2] = -1
     return TensorDict(
         {
-            "tokens": {"response": torch.zeros(tokens, dtype=torch.int64)},
+            "tokens": {"response": torch.zeros(tokens, dtype=torch.int64), "full": torch.zeros(2 + tokens)},
             "policy_versions": {"full": versions},
             "next": {"reward": torch.tensor([[reward]]), "done": torch.tensor([done])},
             "group_id": torch.tensor(group),
@@ -161,7 +167,7 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
             row(9, 0.0, 6, 7),
         ]
     )
-    metrics = batch_metrics(batch, version=7)
+    metrics = batch_metrics(sample_rows(batch), version=7)
     # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
     assert metrics == {
         "reward": 0.25, "reward_std": pytest.approx(0.1875**0.5), "uniform_groups": 0.5, "length": 4.0,
@@ -171,7 +177,7 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
 
 def test_rows_without_a_reward_are_refused_with_its_key() -> None:
     with pytest.raises(MissingEntryError, match=r"the rows have no reward: there is nothing at \('next', 'reward'\)"):
-        sample_rewards([TensorDict({"next": {"done": torch.tensor([True])}})])
+        rewards_of([TensorDict({"next": {"done": torch.tensor([True])}})])
 
 
 def rows(**columns: list[Any]) -> list[dict[str, Any]]:
@@ -279,3 +285,102 @@ def test_samples_are_the_collectors() -> None:
     run = Run()
     run.show_samples(2, color="experts", layer=1)
     assert run.shown == [((2, 160), {"color": "experts", "layer": 1})]
+
+
+# -- the run's folder -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def config(tmp_path: Path) -> GRPOConfig:
+    return fake_config(tmp_path / "run", 30)
+
+
+def test_loggers_by_name(config: GRPOConfig) -> None:
+    assert make_loggers(config) == []
+    config.log.loggers = ["csv"]
+    (logger,) = make_loggers(config)
+    assert logger.exp_name.startswith("events/")
+
+
+def test_a_logger_that_is_not_installed_is_a_mistake(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("No module named 'wandb'")
+
+    monkeypatch.setattr(run_record, "get_logger", missing)
+    config.log.loggers = ["wandb"]
+    with pytest.raises(ConfigError, match=r"^log: No module named 'wandb'$"):
+        make_loggers(config)
+
+
+LEFT = ("checkpoints/step-000000000002/manifest.json", "model/config.json", "metrics.csv", "samples.jsonl")
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_folder_that_holds_a_run_is_refused_with_all_ways_out(config: GRPOConfig, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("step\n0\n")
+    ways = r"set resume=True to continue it, overwrite=True to replace it, or out to another folder"
+    for check in (refuse_older_run, lock_folder):
+        with pytest.raises(ConfigError, match=rf"out=.* holds a run \(.*{name.split('/')[0][:5]}.*\): {ways}"):
+            check(config)
+    for way in ("resume", "overwrite"):
+        setattr(config, way, True)
+        lock_folder(config).close()
+        setattr(config, way, False)
+    assert file.read_text() == "step\n0\n"
+
+
+def test_a_model_in_the_folder_is_not_to_be_removed(config: GRPOConfig, tmp_path: Path) -> None:
+    (tmp_path / "run" / "start-00000001").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.csv").write_text("step\n0\n")
+    config.overwrite = True
+    with pytest.raises(ConfigError, match=r"overwrite=True would remove the model .*start-00000001, which is in out="):
+        refuse_older_run(config, tmp_path / "run" / "start-00000001")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_older_run_is_forgotten_not_before_the_first_step(
+    config: GRPOConfig, tmp_path: Path, overwrite: bool
+) -> None:
+    folder = tmp_path / "run"
+    for name in ("checkpoints/step-000000000002", "start-0000001d", "start-0000003e", "model"):
+        (folder / name).mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step\n0\n")
+    config.overwrite = overwrite
+    record = open_record(config, 0, folder / "start-0000003e")
+    found = {path.name for path in folder.iterdir()}
+    assert ("start-0000001d" in found) == ("checkpoints" in found) == ("config.yaml" not in found) == overwrite
+    record.add({"step": 0})
+    found = {path.name for path in folder.iterdir()}
+    assert found == {"model", "start-0000003e", "config.yaml", "metrics.csv", "samples.jsonl", "versions.json"}
+    assert "overwrite: false" in (folder / "config.yaml").read_text()  # a later start resumes
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_not_a_runs_stays(config: GRPOConfig, tmp_path: Path, overwrite: bool) -> None:
+    mine = [tmp_path / "run" / name for name in ("checkpoints/mine/model.bin", "checkpoints/.git/x", "start-here/x")]
+    for file in mine:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    config.overwrite = overwrite
+    lock_folder(config).close()
+    Checkpoints(tmp_path / "run" / "checkpoints", cast(Any, None), {}, keep=1)
+    open_record(config, 0, None).begin()
+    assert [file.read_text() for file in mine] == ["mine"] * 3
+
+
+@pytest.mark.parametrize("setting", ["overwrite", "resume", ""])
+def test_a_file_that_no_run_has_written_is_not_replaced(config: GRPOConfig, tmp_path: Path, setting: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("steps: 3  # mine\n")
+    if setting:
+        setattr(config, setting, True)
+    with pytest.raises(ConfigError, match=r"out=.*run holds config.yaml, which no run has written .*: rename it, or"):
+        lock_folder(config)
+
+
+def test_a_record_continues_from_a_step(config: GRPOConfig, tmp_path: Path) -> None:
+    config.resume = True
+    for step in range(3):
+        open_record(config, step, None).add({"step": step})
+    assert [row["step"] for row in open_record(config, 2, None).rows] == [0, 1]
+    assert (tmp_path / "run" / "config.yaml").exists()

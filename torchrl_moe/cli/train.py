@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import logging
 import os
+from dataclasses import replace
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +18,7 @@ from torchrl_moe.cli.services import check_installed
 if TYPE_CHECKING:
     from torchrl_moe.trainers.config import GRPOConfig
 
-__all__ = ["COMMAND", "configurations"]
+__all__ = ["COMMAND", "configurations", "export", "run"]
 
 DEFAULT = "tiny_cpu"
 
@@ -57,13 +59,11 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         output.show(listing(listed), listed)
         return FINE
     if options.export:
-        from torchrl_moe.trainers.script import export
-
         folder = export(Path(options.export))
         output.show(f"the model is in {folder}", {"folder": str(folder)})
         return FINE
     for setting in options.overrides:
-        if "=" not in setting:
+        if "=" not in setting and not setting.startswith("~"):  # ~key takes a key of a file out
             raise BadUse(f"{setting!r} is not a setting: write key=value; --config names a configuration")
     from torchrl_moe.trainers.compose import load_config
 
@@ -80,21 +80,69 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _plan(config: GRPOConfig, output: Output) -> None:
-    from torchrl_moe.trainers.script import show_plan
+    """Print the resources that a run needs, and start nothing."""
+    from torchrl_moe.trainers.plan import Console, RunPlan
 
-    if not output.is_json:
-        show_plan(config)
+    plan = RunPlan.of(config)
+    if output.is_json:
+        output.show("", plan.to_dict())
         return
-    from torchrl_moe.trainers.plan import RunPlan
+    console = Console(highlight=False)
+    console.print(plan.table())
+    for note in plan.notes:
+        console.print(f"- {note}")
 
-    output.show("", RunPlan.of(config).to_dict())
+
+def export(folder: Path) -> Path:
+    """Write the model of a checkpoint, in the layout of the hub; start no engine."""
+    from torchrl_moe.trainers.checkpoints import SHARDS, TrainedState
+    from torchrl_moe.trainers.compose import saved_config
+    from torchrl_moe.trainers.config import ConfigError
+    from torchrl_moe.trainers.policy_model import starting_model
+    from torchrl_moe.trainers.ranks import Placement, Ranks
+
+    # a run's folder, or one of its checkpoints
+    checkpoint = folder if folder.name.startswith("step-") else max(folder.glob("checkpoints/step-*"), default=None)
+    of_run = folder.parent.parent if checkpoint == folder else folder
+    if checkpoint is None or not (of_run / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is no folder of a run with checkpoints, nor one of its checkpoints")
+    # resume=True: a function that made the model is not called again, its saved model is read
+    config = replace(saved_config(of_run / "config.yaml"), out=str(of_run), resume=True)
+    policy_model = starting_model(None, None, config, Placement())
+    try:
+        TrainedState(policy_model.model).load(checkpoint / SHARDS, Ranks())
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(str(checkpoint), error) from error
+    return policy_model.save(of_run / "model")
+
+
+def run(config: GRPOConfig) -> None:
+    """Train, export the model, draw the figure, and print a summary; with several ranks, rank 0 draws and prints."""
+    import torch
+    from tensordict import set_list_to_stack
+
+    from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
+    from torchrl_moe.trainers.plan import Console
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # the engine computes at the same time
+    with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
+        trainer.train()
+        # all ranks take part in writing the model
+        trainer.save_pretrained()
+        if not trainer.ranks.is_first:
+            return
+        folder, console = trainer.record.folder, Console(highlight=False)
+        trainer.plot().savefig(folder / "run.png")
+        if trainer.record.rows:
+            console.print(trainer.summary())
+        console.print(f"metrics, events, samples, figure and the trained model are in {folder}")
 
 
 def _train(config: GRPOConfig, output: Output) -> None:
     if config.engine.connect is None:
         check_installed(config.engine.kind, "engine.kind=transformers")
-    from torchrl_moe.trainers.script import run
-
     run(config)
     if output.is_json and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the first has the records
         output.show("", {"folder": config.out, "last_step": _last_row(Path(config.out) / "metrics.csv")})

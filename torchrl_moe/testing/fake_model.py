@@ -68,7 +68,8 @@ class FakeModel:
         ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
         scripted = self._scripted(prompt.tolist())
         length = limit if scripted is None else min(limit, len(scripted))
-        log_probs = self._extend(ids, index, min(tokens, length - len(had)), scripted and scripted[len(had) :])
+        count, seed = min(tokens, length - len(had)), request.param("seed")
+        log_probs = self._extend(ids, index, count, scripted and scripted[len(had) :], seed)
         token_ids = np.array(ids[len(prompt) + len(had) :], np.int64)
         routes = self._routes(ids, request.routed_experts) if self.layout and request.return_routed_experts else None
         rest = CompletionOutput(
@@ -110,13 +111,16 @@ class FakeModel:
         text = None if self.script is None else self.script(_tokenizer().decode(prompt))
         return None if text is None else [*_tokenizer().encode(text), _tokenizer().eos_token_id]
 
-    def _extend(self, ids: list[int], index: int, count: int, scripted: Sequence[int] | None) -> list[float]:
-        """Add tokens, and return their log-probs."""
+    def _extend(
+        self, ids: list[int], index: int, count: int, scripted: Sequence[int] | None, seed: int | None
+    ) -> list[float]:
+        """Add tokens, and return their log-probs; a request's own ``seed`` chooses other tokens, as a real one does."""
         log_probs = []
         prefix = self._hash("token", index, ids)
         for i in range(count):
             draw = int.from_bytes(prefix.digest(), "little")
-            ids.append(32 + draw % 95 if scripted is None else scripted[i])  # printable ASCII
+            chosen = draw if seed is None else int(_rng(hashlib.blake2b(repr((seed, draw)).encode())).integers(1 << 60))
+            ids.append(32 + chosen % 95 if scripted is None else scripted[i])  # printable ASCII
             log_probs.append(_log_prob(draw))
             _feed(prefix, ids[-1:])
         return log_probs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import chain
@@ -35,9 +36,10 @@ from torchrl.checkpoint import (
 
 from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.ranks import Ranks
-from torchrl_moe.trainers.run_folder import exchange, recover
 
-__all__ = ["Checkpoints", "NothingKept", "RandomNumbers", "TrainedState", "steps_saved"]
+__all__ = [
+    "Checkpoints", "RandomNumbers", "TrainedState", "exchange", "recover", "steps_saved",
+]  # fmt: skip
 
 
 # a single process is intended here; the filter is global because the write runs in a thread
@@ -157,18 +159,6 @@ CLOSE_SECONDS = 60.0
 """Seconds that a rank waits at its end for a checkpoint that all ranks write."""
 
 
-class NothingKept:
-    """A component that TorchRL's trainer would register by itself, and that a checkpoint can do without."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return an empty state, which a checkpoint keeps."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Restore nothing: there was no state to keep."""
-        del state_dict
-
-
 class RandomNumbers(GlobalRNGState):
     """The states of Python's, NumPy's and torch's random generators; a run may continue with another number of GPUs."""
 
@@ -202,12 +192,30 @@ class Checkpoints:
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
+        self._loaded: Path | None = None
         # partly written when a process was killed; what else is there is somebody else's
         left_over = chain.from_iterable(map(folder.glob, (".step-*", "..step-*", ".seen-*")))
         for left in left_over if self._ranks.is_first else ():
             if left.name.endswith(".older"):
                 recover(left)
             shutil.rmtree(left, ignore_errors=True)
+
+    def add(self, name: str, component: object) -> None:
+        """Keep a hook's state too; restore it, if the checkpoint that was loaded has it.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        name = f"trainer_module.{name}"
+        if name in self.checkpoint:
+            raise ValueError(f"there is a module of the name {name.partition('.')[2]} already: choose another")
+        self.checkpoint.register(name, component)
+        if self._loaded is not None and name in Checkpoint.manifest(self._loaded)["components"]:
+            self._load_components(self._loaded, [name])
+
+    def _load_components(self, path: Path, names: Sequence[str] | None = None) -> None:
+        # it is this project's own: a collector's state has objects that weights_only refuses
+        self.checkpoint.load(path, components=names, map_location="cpu", tensor_load_kwargs={"weights_only": False})
 
     def check_folder(self) -> None:
         """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look complete."""
@@ -279,8 +287,7 @@ class Checkpoints:
             raise ConfigError(f"{setting}: it holds no {SHARDS}, like those of older versions")
         try:
             self._trained.load(path / SHARDS, self._ranks)
-            # it is this project's own: a collector's state has objects that weights_only refuses
-            self.checkpoint.load(path, map_location="cpu", tensor_load_kwargs={"weights_only": False})
+            self._load_components(path)
         except CheckpointError as error:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             raise ConfigError.of(setting, cause) from error
@@ -290,6 +297,7 @@ class Checkpoints:
             raise ConfigError.of(setting, cause) from error
         except (OSError, ValueError, EOFError, UnpicklingError) as error:
             raise ConfigError.of(setting, error) from error
+        self._loaded = path
         return True
 
     def close(self) -> None:
@@ -342,3 +350,36 @@ def _warn(step: int, error: BaseException) -> None:
 def _is_write_error(error: BaseException) -> bool:
     marks = ("PytorchStreamWriter", "No space left", "write failed")
     return isinstance(error, OSError) or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
+
+
+# Putting a complete folder in the place of an older one.
+def exchange(draft: Path, folder: Path, replaces: Callable[[str], bool] = lambda _: True) -> None:
+    """Put a complete folder in the place of an older one, which is restored if that fails."""
+    # what an earlier kill left first; then two renamings, with the older folder hidden between them
+    older = folder.with_name(f".{folder.name}.older")
+    recover(older)
+    _clear(older, folder, replaces)
+    if folder.exists():
+        os.replace(folder, older)  # a folder that is not empty cannot be replaced
+    try:
+        os.replace(draft, folder)
+    except BaseException:
+        if older.exists():
+            os.replace(older, folder)
+        raise
+    _clear(older, folder, replaces)
+
+
+def _clear(older: Path, folder: Path, replaces: Callable[[str], bool]) -> None:
+    # entries that the new folder does not replace move into it: a user's files beside a model stay
+    for entry in older.iterdir() if older.exists() else ():
+        if not replaces(entry.name) and not os.path.lexists(folder / entry.name):
+            os.replace(entry, folder / entry.name)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def recover(older: Path) -> None:
+    """Put back a folder that a kill caught between its two renamings, when it was the only copy."""
+    folder = older.with_name(older.name.removeprefix(".").removesuffix(".older"))
+    if older.exists() and not folder.exists():
+        os.replace(older, folder)

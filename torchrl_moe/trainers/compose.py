@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 try:
@@ -17,8 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
 
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, Settings, as_dict
-from torchrl_moe.trainers.function_names import look_in
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, Settings, as_dict, look_in
 
 __all__ = ["CONFIGS", "load_config", "saved_config"]
 
@@ -150,8 +150,7 @@ def _of_the_run(config: GRPOConfig, changes: Sequence[str]) -> GRPOConfig:
         )
         if was != now:
             raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
-    changed.resume, changed.out = True, config.out  # as requested, also in a user's own file
-    return changed
+    return replace(changed, resume=True, out=config.out)  # as requested, also in a user's own file
 
 
 def _line(error: Exception) -> str:

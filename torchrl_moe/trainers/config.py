@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import tempfile
 import types
@@ -13,7 +14,9 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, partial
+from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar, cast
 
 from torchrl_moe._checks import LONGEST, is_number, shown
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointConfig", "ConfigError", "DataConfig", "EngineConfig", "EvalConfig", "GRPOConfig", "HardwareConfig",
-    "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig",
-    "RolloutConfig", "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "nearest", "setting",
+    "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig", "RolloutConfig",
+    "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "import_function", "import_users_module",
+    "is_function_name", "look_in", "nearest", "setting",
 ]  # fmt: skip
 
 
@@ -454,7 +458,7 @@ class RolloutConfig(Settings, group="rollout"):
     max_failures: int | None = setting(None, least=0)
     drop_uniform_groups: bool = False
     max_dropped_groups: int | None = setting(None, least=0)
-    max_turns: int = setting(256, least=1)
+    max_turns: int = setting(32, least=1)
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Return all that answers are sampled with, under TorchRL's names."""
@@ -605,6 +609,7 @@ class LogConfig(Settings, group="log"):
         samples: answers written to ``samples.jsonl`` at each step.
         progress: whether to show progress: a bar on a terminal or in a notebook, lines elsewhere.
         print_every: steps between those lines.
+        plot_every: steps between two versions of the figure ``run.png``; 0: none before the end.
     """
 
     loggers: list[str] = setting(["tensorboard"], of=("csv", "tensorboard", "wandb", "trackio", "mlflow"))
@@ -612,6 +617,7 @@ class LogConfig(Settings, group="log"):
     samples: int = setting(4, least=0)
     progress: bool = True
     print_every: int = setting(1, least=1)
+    plot_every: int = setting(25, least=0)
 
 
 @dataclass(kw_only=True)
@@ -713,6 +719,10 @@ def _check_engine(config: GRPOConfig) -> None:
     _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: a sleeping engine generates nothing")
     lent = engine.connect is not None and (engine.sleep or bool(engine.arguments))
     _check(not lent, "engine.connect", engine.connect, "is started elsewhere: leave sleep and arguments out")
+    longest = engine.arguments.get("max_model_len")
+    if isinstance(longest, int) and not isinstance(longest, bool):
+        limit = f"must be below engine.arguments.max_model_len={longest}, which has room for the prompt too"
+        _check(rollout.max_new_tokens < longest, "rollout.max_new_tokens", rollout.max_new_tokens, limit)
 
 
 # What is passed on is checked by what it is passed to; nothing is loaded or written.
@@ -827,3 +837,63 @@ def as_dict(config: Settings) -> dict[str, object]:
 def as_yaml(config: GRPOConfig) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
     return str(yaml.safe_dump(as_dict(config), sort_keys=False))
+
+
+# Functions by name, ``"package.module:function"``, as a configuration file gives them.
+NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_function_name(text: str) -> bool:
+    """Whether a text has the form of a function's name; the function need not exist.
+
+    >>> is_function_name("my_task.rewards:exact"), is_function_name("openai/gsm8k")
+    (True, False)
+    """
+    return NAME.fullmatch(text) is not None
+
+
+def look_in(folder: str | os.PathLike[str]) -> None:
+    """Look for users' modules in a folder first, from now on, as Python does in the folder of a script."""
+    path = os.path.abspath(folder)
+    if path not in map(os.path.abspath, sys.path):
+        sys.path.insert(0, path)
+
+
+def import_users_module(module: str) -> ModuleType:
+    """Import a module that a user names: the current folder is looked in first, see :func:`look_in`."""
+    look_in(os.curdir)
+    invalidate_caches()  # it may have been written a moment ago
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise ValueError(f"cannot import {module!r}: {error}") from error
+        # of the search path, the folders that are the user's own
+        folders = (os.path.abspath(one) for one in sys.path)
+        own = [one for one in folders if os.path.isdir(one) and not one.startswith((sys.prefix, sys.base_prefix))]
+        raise ValueError(
+            f"cannot import {module!r}: there is no {error.name}.py, and no package {error.name}, in {', '.join(own)}, "
+            "nor is one installed. Start in its folder, put it beside the YAML file, or add its folder to PYTHONPATH"
+        ) from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """Return a function by its name.
+
+    >>> import_function("math:sqrt")(4)
+    2.0
+    """
+    if not is_function_name(name):
+        raise ValueError(f"{name!r} is not the name of a function: write it as 'package.module:function'")
+    module_name, _, path = name.partition(":")
+    found: object = import_users_module(module_name)
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise ValueError(f"there is no {name!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is not a function but a {type(found).__name__}")
+    return found

@@ -1,4 +1,4 @@
-"""``MoEGRPOTrainer``: GRPO for Mixture-of-Experts models, over TorchRL's ``Trainer`` and its hooks."""
+"""``MoEGRPOTrainer``: GRPO for Mixture-of-Experts models. ``step`` is the algorithm; what is around it is its run."""
 
 from __future__ import annotations
 
@@ -14,37 +14,50 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torchrl.trainers import Trainer
-from tqdm.auto import tqdm
 
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.collectors.workflow import EnvLike
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedState
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, nearest
-from torchrl_moe.trainers.function_names import import_function
-from torchrl_moe.trainers.learner import Learner, Minibatches, advantages, in_rows
-from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.policy_model import ModelLike, starting_model
-from torchrl_moe.trainers.ranks import join_ranks, launch_of, pack, resume_after_restart, shares
-from torchrl_moe.trainers.rewards import RewardFunction
-from torchrl_moe.trainers.roles import Evaluation, Follower, Leader
-from torchrl_moe.trainers.rollout_engine import Given, RolloutSource, check_arguments
-from torchrl_moe.trainers.run_record import HealthMonitor, Row, RunReports, batch_metrics
+from torchrl_moe.trainers.checkpoints import Checkpoints, TrainedState
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, import_function, nearest
+from torchrl_moe.trainers.learner import Learner, advantages, in_rows, minibatches
+from torchrl_moe.trainers.policy_model import ModelLike, RolloutEngine, check_arguments, starting_model
+from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, pack, resumes_after_restart, shares, unpack
+from torchrl_moe.trainers.run_record import (
+    HealthMonitor,
+    Progress,
+    RunRecord,
+    RunReports,
+    lock_folder,
+    make_loggers,
+    open_record,
+    refuse_older_run,
+)
+from torchrl_moe.trainers.samples import (
+    Evaluation,
+    Given,
+    RewardFunction,
+    RolloutSource,
+    batch_metrics,
+    make_collector,
+    sample_rows,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["MoEGRPOTrainer", "StepClock", "finishing"]
+__all__ = ["Hooks", "MoEGRPOTrainer", "StepClock", "finishing"]
 
 
 class StepClock:
@@ -52,30 +65,15 @@ class StepClock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.is_recorded = False  # the step is over, and the next begins at its checkpoint's end
-        self._began = time.perf_counter()
-
-    def begin(self) -> None:
-        """Begin a step, and its first phase."""
-        self.seconds, self.is_recorded = {}, False
-        self.begin_phase()
-
-    def begin_phase(self) -> None:
-        """Begin a phase that :meth:`end` ends."""
-        self._began = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        """Count the time since :meth:`begin_phase` towards a phase."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - self._began
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time inside the context towards a phase."""
-        self.begin_phase()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self.end(phase)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
 LOG = logging.getLogger(__name__)
@@ -135,43 +133,76 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
         signal.raise_signal(received[0])
 
 
-SHOWN = {
-    "reward": ".2f",
-    "loss": ".3f",
-    "mismatch_kl": ".1e",
-    "staleness": ".1f",
-    "tokens_per_second": ".0f",
-    "version": "d",
+ALIASES = {
+    "train_dataset": "dataset",
+    "eval_dataset": "held_out",
+    "reward_funcs": "rewards",
+    "processing_class": "tokenizer",
 }
-"""Columns beside the progress bar, and their formats."""
-PRINTED = {
-    "reward": ("reward", ".2f"),
-    "held_out_reward": ("held out", ".2f"),
-    "dlogp_mean": ("mismatch", ".1e"),
-    "tokens_per_second": ("tokens/s", ".0f"),
-}
-"""Columns of a line where there is no bar, their names there and formats."""
+"""TRL's names of what is the same here."""
 TRL = {
     "args": "config=",
-    "train_dataset": "dataset=",
-    "eval_dataset": "held_out=",
-    "reward_funcs": "rewards=",
     "reward_weights": "config.data.weights",
-    "processing_class": "tokenizer=",
     "peft_config": "config.model.lora, or a model with an adapter",
     "callbacks": "config.hooks, or register_op",
     "environment_factory": "env=",
     "rollout_func": "env=",
 }
-"""TRL's names for what a trainer is given."""
+"""TRL's names of what is given in another way here."""
+STAGES = (
+    "setup", "batch_process", "pre_steps_log", "pre_optim_steps", "pre_epoch_log", "pre_epoch", "process_optim_batch",
+    "post_optim", "post_optim_log", "post_epoch_log", "post_epoch", "post_optim_complete_log", "post_steps",
+    "post_steps_log", "shutdown",
+)  # fmt: skip
+"""Where hooks run, by TorchRL's names and in its order."""
 INSIDE = ("post_loss", "process_loss", "optimizer")
-"""TorchRL's places for hooks that its trainer passes over where an ``OptimizationStepper`` makes the step."""
+"""TorchRL's stages inside of an optimizer step, which is one call here."""
+
+
+class Hooks:
+    """What a user has registered: plain callables, by TorchRL's names of the stages of a step."""
+
+    def __init__(self, log: Callable[[Mapping[str, object]], None]) -> None:
+        self._log = log
+        self._ops: dict[str, list[Callable[..., Any]]] = {stage: [] for stage in STAGES}
+
+    def add(self, stage: str, op: Callable[..., Any], **kwargs: object) -> None:
+        """Register a hook; keywords are passed to each call.
+
+        Raises:
+            ValueError: no hook runs at that stage.
+        """
+        if stage in INSIDE:
+            raise ValueError(
+                f"no hook runs at {stage!r}, inside of an optimizer step, which is one call here: register it at "
+                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
+            )
+        if stage not in self._ops:
+            raise ValueError(f"there is no stage {stage!r} for a hook: {nearest(stage, STAGES)}")
+        self._ops[stage].append(partial(op, **kwargs) if kwargs else op)
+
+    def run(self, stage: str, *given: object) -> None:
+        """Call the hooks of a stage; what those whose names end in ``_log`` return, goes to the loggers."""
+        for op in self._ops[stage]:
+            found = op(*given)
+            if stage.endswith("_log") and found is not None:
+                self._log(found)
+
+    def changed(self, stage: str, batch: TensorDictBase) -> TensorDictBase:
+        """Return a batch as the hooks of a stage leave it: what they return, or what they have changed in place."""
+        for op in self._ops[stage]:
+            found = op(batch)
+            batch = found if isinstance(found, TensorDictBase) else batch
+        return batch
+
+
+STEPPER = "trainer_module.optimization_stepper"  # as in the checkpoints of runs of older versions
 NEVER_EVALUATED = -1e300
 REWARDED = 5
 """Steps whose mean reward selects the best checkpoint when there is no held-out data."""
 
 
-class MoEGRPOTrainer(RunReports, Trainer):
+class MoEGRPOTrainer(RunReports):
     """Trains a model with its own engine: rollouts, advantages, updates on the recorded experts, weight sync.
 
     Args:
@@ -186,7 +217,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
         config: all other settings, or a dict of them, such as ``{"steps": 3, "optim": {"lr": 1e-5}}``.
         tokenizer: default: the one in the model's folder.
         engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
-        **others: refused, each with its name here.
+        **others: ``train_dataset``, ``eval_dataset``, ``reward_funcs`` and ``processing_class``, as TRL calls dataset,
+            held_out, rewards and tokenizer. All else is refused, with its name here.
 
     Each rank started by a launcher such as ``torchrun`` makes a trainer, with the same arguments. Rank 0 has data and
     engine, and sends the others their share of each batch; ``config.placement`` says how they share the model.
@@ -197,10 +229,11 @@ class MoEGRPOTrainer(RunReports, Trainer):
         TypeError: an argument that it does not have; the nearest that it has.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
-    Hooks run at the same points as in TorchRL's trainer, for example ``trainer.register_op("batch_process", hook)``; by
-    then a batch has advantages. Those inside of an optimizer step (``post_loss``, ``process_loss``, ``optimizer``)
-    are refused: ``"process_optim_batch"`` is before it, ``"post_optim"`` after it. Use it as a context manager, or call
-    :meth:`shutdown`.
+    Hooks are plain callables at the stages of TorchRL's trainer, for example
+    ``trainer.register_op("batch_process", hook)``; by then a batch has advantages. Those inside of an optimizer step
+    (``post_loss``, ``process_loss``, ``optimizer``) are refused: ``"process_optim_batch"`` is before it,
+    ``"post_optim"`` after it. TorchRL's own hooks register themselves by ``hook.register(trainer)``. Use a trainer as
+    a context manager, or call :meth:`shutdown`.
 
     Example::
 
@@ -222,37 +255,39 @@ class MoEGRPOTrainer(RunReports, Trainer):
         engine: AsyncVLLM | None = None,
         **others: object,
     ) -> None:
-        for name in others:
-            known = [one for one in inspect.signature(MoEGRPOTrainer).parameters if one != "others"]
-            hint = f"here it is {TRL[name]}" if name in TRL else nearest(name, known)
-            raise TypeError(f"MoEGRPOTrainer has no {name}: {hint}; settings are in config=GRPOConfig(...)")
-        self.config = config = _read(config)
+        dataset, held_out, rewards, tokenizer = _by_their_names(
+            others, dataset=dataset, held_out=held_out, rewards=rewards, tokenizer=tokenizer
+        )
+        config = _read(config)
         model = Path(model).expanduser() if isinstance(model, str) and model.startswith("~") else model
         try:
-            self._hooks = [import_function(name) for name in config.hooks]
+            set_up = [import_function(name) for name in config.hooks]
         except ValueError as error:
             raise ConfigError(f"hooks: {error}") from error
-        self.clock, self.health = StepClock(), HealthMonitor()
+        self.clock, self.health, self.hooks = StepClock(), HealthMonitor(), Hooks(self._log)
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
-        self._has_ended = self._is_asked_to_stop = self._is_interrupted = False
+        self._has_ended = self._stops = self._is_asked_to_stop = self._is_interrupted = False
+        self._batches: Iterator[TensorDictBase | None] | None = None
         self._process = os.getpid()
-        self._step_metrics: dict[str, float] = {}
         given = Given(dataset=dataset, env=env, rewards=rewards, held_out=held_out)
         # ends what was made if something after it fails
         with ExitStack() as made:
             self.ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
             made.callback(self.ranks.close)
             with self.ranks.guard():
+                resumes = False
                 # cheap checks first: loading a model or starting an engine takes minutes
                 if self.ranks.is_first:
                     RolloutSource.check_names(config, given)
                     if engine is None and config.engine.connect is None:
                         check_arguments(config)
-                    resume_after_restart(config, launch_of())
-                    Leader(config).refuse_older_run(model)
+                    resumes = resumes_after_restart(config, launch_of())
+                    refuse_older_run(_resumed(config, resumes), model)
                 # a launcher that starts all ranks again makes rank 0 resume, so the others ask it
-                config.resume = self.ranks.from_first(config.resume, "whether to resume")
+                self.config = _resumed(config, self.ranks.from_first(resumes, "whether to resume"))
                 self._build(model, tokenizer, engine, given, made)
+                for hook in set_up:
+                    hook(self)
             self._made = made.pop_all()
 
     def _build(
@@ -263,11 +298,9 @@ class MoEGRPOTrainer(RunReports, Trainer):
         given: Given,
         made: ExitStack,
     ) -> None:
-        """Make the model, what trains it, what generates, and the base class's part."""
-        config, ranks = self.config, self.ranks
+        """Make the model, what trains it, what generates, and what is kept of the run."""
+        config, ranks, folder = self.config, self.ranks, Path(self.config.out)
         self.placement = Placement.of(ranks, config)
-        # rank 0 has engine, data and files; the others have stand-ins with the same methods
-        self.role = Leader(config) if ranks.is_first else Follower(config, ranks)
         random.seed(config.seed)
         np.random.seed(config.seed)
         torch.manual_seed(config.seed)
@@ -279,99 +312,240 @@ class MoEGRPOTrainer(RunReports, Trainer):
                 tokenizer=self.policy_model.tokenizer,
                 replay=config.loss.replay,  # type: ignore[arg-type]
             )
-            # data before the lock, and the lock before anything is written
-            self.source = self.role.source(self.policy_model.tokenizer, given)
-            made.callback(self.role.lock())
+            # rank 0 has data, engine, collector and files: data before the lock, the lock before anything is written
+            self.source = RolloutSource(None, None)
+            if ranks.is_first:
+                self.source = RolloutSource.of(config, self.policy_model.tokenizer, given)
+                made.callback(lock_folder(config).close)
             self.learner = Learner(actor, self.policy_model, config, self.placement)
             made.callback(self.learner.shutdown)
-            self.rollout_engine = self.role.engine(self.policy_model, engine)
+            self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine, is_first=ranks.is_first)
             start = self.rollout_engine.start
             made.callback(self.rollout_engine.shutdown)
-            self._evaluation = Evaluation(lambda: self.evaluate())
-            made.callback(self._evaluation.close)
-            self._assemble(made)
+            self.collector: AsyncLLMCollector | None = None
+            loggers = []
+            if self.rollout_engine.policy is not None:
+                self.collector = make_collector(config, self.source, self.rollout_engine.policy)
+                made.callback(self.collector.shutdown)
+                self.rollout_engine.sender.register_collector(self.collector)
+                loggers = make_loggers(config)
+            self.evaluation = Evaluation(lambda: self.evaluate(), config.eval.every if ranks.is_first else 0)
+            made.callback(self.evaluation.close)
+            ranks.meet("assembling the run", patient=True)
+            # any mistake, on any rank, was noticed before this point; an older run is replaced by the first step's end
+            self._restore(made)
         except BaseException:
             # the run does not begin: the model that it would have started from goes too, after the engine
             if start is not None and ranks.is_first:
                 made.callback(shutil.rmtree, start, True)
             raise
+        self.record.loggers = loggers
+        self.progress = Progress(config)
 
-    def _assemble(self, made: ExitStack) -> None:
-        """Make the collector, the base class's part, and what is registered there."""
-        config, role, folder = self.config, self.role, Path(self.config.out)
-        collector = role.collector(self.source, self.rollout_engine)
-        made.callback(collector.shutdown)
-        loggers = role.loggers()
-        self.ranks.meet("assembling the run", patient=True)
-        # any mistake, on any rank, was noticed before this point, and an older run is replaced by the first step's end
-        # weights and optimizer are written by TrainedState, in parts: TorchRL's own components keep nothing of them
-        nothing = {name: NothingKept() for name in ("policy", "optimizer", "loss_module", "logger")}
+    def _restore(self, made: ExitStack) -> None:
+        """Continue from the newest checkpoint, if the run resumes; open its record, and give the engine its weights."""
+        config, folder = self.config, Path(self.config.out)
+        # weights and optimizer are written by TrainedState, in parts, and these small components beside them
+        parts = {"collector": self.collector, "run": self, STEPPER: self.learner.stepper}
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             TrainedState(self.policy_model.model, self.learner.optimizer),
-            {**nothing, "collector": collector, "run": self},
+            {name: part for name, part in parts.items() if part is not None},
             config.checkpoint.keep,
             self.ranks,
         )
         made.callback(self.checkpoints.close)
         if config.checkpoint.every:
             self.checkpoints.check_folder()
-        super().__init__(
-            collector=collector,
-            total_frames=2**62,  # a run ends after config.steps steps, however many rows a batch has
-            frame_skip=1,
-            optim_steps_per_batch=config.optim.minibatches,
-            num_epochs=config.optim.epochs,
-            loss_module=self.learner.loss,
-            optimizer=self.learner.optimizer,
-            optimization_stepper=self.learner.stepper,
-            progress_bar=False,  # it counts frames; this one counts steps
-            log_interval=0,
-            auto_log_optim_steps=False,
-            checkpoint=self.checkpoints.checkpoint,
-        )
         if config.resume and not self.checkpoints.load():
             LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
         # the checkpoint brought the optimizer's settings of that time
         self.learner.apply(config.optim)
-        self.record = role.record(self.steps_done, self.rollout_engine.start)
-        self.record.loggers = loggers
-        self.logger = self.record.loggers[0] if self.record.loggers else None
+        if self.ranks.is_first:
+            self.record = open_record(config, self.steps_done, self.rollout_engine.start)
+        else:
+            self.record = RunRecord(folder, "")  # rank 0 writes it
         started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
         # an engine that is lent, or that started from older weights, gets the trainer's before it answers
         if self.steps_done or not started_from_it:
             self.rollout_engine.restore(self._restored_version)
-        self._register()
 
-    def _register(self) -> None:
-        """Register what happens in a step; rank 0 alone has the whole batch and the record."""
-        leads = self.ranks.is_first
-        # in the order of a step: receive and share a batch, score it, update on its parts, send the weights, record
-        if leads:
-            self.register_op("batch_process", self._receive)
-        self.register_op("batch_process", self._score)
-        Minibatches(self.config.optim.minibatches, self.ranks).register(self)
-        self.register_op("post_steps", self._sync)
-        if leads:
-            self.register_op("post_steps_log", self._record_step)
-        self.register_op("post_steps_log", self._end_step)
-        for hook in self._hooks:
-            hook(self)
+    # -- hooks
 
     def register_op(self, dest: str, op: Callable[..., object], **kwargs: object) -> None:
-        """Register a hook.
+        """Register a hook at a stage of TorchRL's trainer; keywords are passed to each call.
 
         Raises:
-            ValueError: TorchRL would never run it, because the trainer has an ``OptimizationStepper``.
+            ValueError: there is no such stage, or it is inside of an optimizer step.
         """
-        if dest in INSIDE:
-            raise ValueError(
-                f"no hook runs at {dest!r}, inside of an optimizer step, which is one call here: register it at "
-                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
-            )
-        super().register_op(dest, op, **kwargs)
+        self.hooks.add(dest, op, **kwargs)
+
+    register_hook = register_op
+
+    def register_module(self, module_name: str, module: object) -> None:
+        """Keep a hook's state in checkpoints, and restore it if this run has resumed from one that has it.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        self.checkpoints.add(module_name, module)
+
+    def _log(self, values: Mapping[str, object]) -> None:
+        self.record.log(values, self.steps_done)
 
     # -- a step
+
+    def step(self) -> bool:
+        """Make one step of GRPO; return whether there was one. All ranks call it; :meth:`train` does, to the end."""
+        config, clock = self.config, self.clock
+        clock.seconds = {}
+        # collect: rank 0 has the answers, with the experts that the engine chose
+        with clock("generate"):
+            collected = self._collected()
+        with clock("score"):
+            # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
+            metrics: dict[str, float] = {}
+            if collected is not None:
+                collected, metrics = self._prepare(collected)
+            batch = self._share(collected)
+            if batch is None:
+                return False
+            # score: log-probs before the first update, and how far engine and trainer are apart
+            is_measured = _is_due(self.steps_done, config.eval.mismatch_every)
+            metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
+            self._refuse_a_fault(batch, metrics)
+        # optimise in minibatches
+        with clock("train"):
+            batch = self.hooks.changed("batch_process", batch)
+            self._optimise(batch)
+        metrics |= self.learner.stepper.take_metrics()
+        self.steps_done += 1
+        # sync: an evaluation that still runs asks for answers by the weights that now change
+        metrics |= self.evaluation.take()
+        with clock("sync"):
+            self._sync()
+        self.hooks.run("post_steps")
+        # record; the next evaluation runs beside the next step, or ends the last one
+        if self.ranks.is_first:
+            self._record(metrics)
+        self.hooks.run("post_steps_log", batch)
+        # save
+        self._stops = self._agreed_to_stop()
+        self.save_trainer(force_save=self._stops)
+        return True
+
+    def _collected(self) -> TensorDictBase | None:
+        """Return rank 0's next batch, ``[rows]``; ``None``: there are no more, or another rank has them."""
+        if self._batches is None:
+            self._batches = iter(self.collector) if self.collector is not None else iter(())
+        self.evaluation.begin(self.steps_done, not self._unsynced)
+        return next(self._batches, None)
+
+    def _prepare(self, batch: TensorDictBase) -> tuple[TensorDictBase, dict[str, float]]:
+        """Return a whole batch with advantages, and its metrics."""
+        config = self.config
+        # an engine that sleeps while the trainer trains cannot evaluate beside it
+        if config.engine.sleep:
+            self.evaluation.wait()
+        self.rollout_engine.sleep()
+        version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
+        rows = sample_rows(batch)
+        metrics = batch_metrics(rows, version)
+        if config.log.samples:
+            self.record.add_samples(self.steps_done, batch, config.log.samples)
+        batch = advantages(config.loss.advantage, batch, sum(row.ends for row in rows))
+        return batch.set("current_version", torch.full(batch.batch_size, version)), metrics
+
+    def _share(self, batch: TensorDictBase | None) -> TensorDictBase | None:
+        """Give each rank whole groups of rank 0's batch; return this one's, or ``None`` if there is no batch."""
+        if self.placement.is_shared:
+            payloads: list[bytes | None] | None = None
+            if self.ranks.is_first:
+                payloads = [None] * self.ranks.size
+            if batch is not None:
+                # so many groups that each minibatch has at least one sample
+                groups = math.ceil(self.config.optim.minibatches / self.config.rollout.group_size)
+                batch, *others = self.placement.to_ranks(shares(batch, self.placement.data_size, groups))
+                payloads = [None, *map(pack, others)]
+            self.ranks.meet("rollouts", patient=True)  # rank 0 generates meanwhile, which may take long
+            payload = self.ranks.scatter(payloads)
+            batch = batch if payload is None else unpack(payload)
+        return None if batch is None else in_rows(batch)
+
+    def _refuse_a_fault(self, batch: TensorDictBase, metrics: Mapping[str, float]) -> None:
+        """End the run if engine and trainer differ by more than rounding on answers by the same weights."""
+        limit, gap = self.config.eval.max_mismatch, metrics.get("mismatch_kl", 0.0)
+        # only in float32, and on tokens of the newest weights, is a difference no rounding and no age; rank 0 knows it
+        is_new = metrics.get("staleness") == 0
+        if limit is None or gap <= limit or not is_new or self.policy_model.dtype != torch.float32:
+            return
+        if self.rollout_engine.dtype not in ("float32", "torch.float32"):
+            return
+        where = "" if self.placement.is_shared else f" The first such token: {self.learner.first_gap(batch)}."
+        raise EngineError(
+            f"engine and trainer disagree on answers by the same weights, in float32: mismatch_kl={gap:.2g}, agreement="
+            f"{metrics.get('agreement', math.nan):.2g}.{where} Usual causes: a kernel of the engine (torchrl-moe "
+            "conformance MODEL finds it), weights that did not arrive (engine.sync.verify=canary), or routes of other "
+            "tokens. eval.max_mismatch=null trains on"
+        )
+
+    def _optimise(self, batch: TensorDictBase) -> None:
+        """Update on a batch's minibatches, in a new order in each epoch."""
+        run, optim = self.hooks.run, self.config.optim
+        run("pre_steps_log", batch)
+        run("pre_optim_steps")
+        losses: TensorDictBase | None = None
+        for _ in range(optim.epochs):
+            run("pre_epoch_log", batch)
+            for part in minibatches(self.hooks.changed("pre_epoch", batch), optim.minibatches, self.ranks):
+                part = self.hooks.changed("process_optim_batch", part)
+                losses = self.learner.stepper.step(part)
+                run("post_optim")
+                run("post_optim_log", part)
+            run("post_epoch_log", batch)
+            run("post_epoch")
+        run("post_optim_complete_log", self.learner.stepper.count, losses)
+
+    def _sync(self) -> None:
+        """Send the weights to the engine: every few steps if so configured, and always those of the last step."""
+        self._unsynced += 1
+        if self.steps_done % self.config.engine.sync_every == 0 or self.steps_done == self.config.steps:
+            self.ranks.meet("weight sync", patient=True)
+            self.rollout_engine.sync()
+            self._unsynced = 0
+        self.rollout_engine.wake_up()
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        """Write and show the step's metrics, and warn of what they show."""
+        seconds = dict(self.clock.seconds)
+        self.trained_tokens += int(metrics["tokens"])
+        # the next evaluation runs beside the next step; after the last there is none to run beside
+        is_last = self.steps_done >= self.config.steps
+        if is_last:
+            self.evaluation.begin(self.steps_done, not self._unsynced, is_last=True)
+            metrics |= self.evaluation.take()
+        stats = {} if self.collector is None else self.collector.stats()
+        row = self.record.add(
+            {
+                "step": self.steps_done - 1,
+                **metrics,
+                "version": self.rollout_engine.version,
+                "trained_tokens": self.trained_tokens,
+                "tokens_per_second": metrics["tokens"] / sum(seconds.values()),
+                **{f"seconds_{phase}": value for phase, value in seconds.items()},
+                # groups that failed so far, in a reward or an environment, and what the first of them said
+                "failures": int(stats.get("collector/failures", 0)),
+                "first_failure": getattr(self.collector, "first_failure", None) or "",
+                **{name: value for name, value in stats.items() if "idle" in name},
+            }
+        )
+        self.health.check(self.record.rows)
+        self.progress.show(row)
+        if _is_due(self.steps_done, self.config.log.plot_every):
+            self.draw()
+        self.evaluation.begin(self.steps_done, not self._unsynced)
+
+    # -- a run
 
     def train(self) -> None:
         """Run all remaining steps. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
@@ -381,198 +555,51 @@ class MoEGRPOTrainer(RunReports, Trainer):
         if self._has_ended:
             how = "continue with another trainer and config.resume=True"
             raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
-        # None: tqdm shows no bar in a log file either
-        self._began, self._began_at = time.monotonic(), self.steps_done
-        total, is_silent = self.config.steps, None if self.config.log.progress else True
-        self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
-        with (
-            self.ranks.guard(),
-            tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar,
-        ):
-            self._say(self._headline())
-            self._begin_evaluation()
-            self.clock.begin()
-            grace = self.config.checkpoint.grace if self.config.checkpoint.every else 0
-            try:
-                with finishing(self._interrupt, self.shutdown, grace):
-                    super().train()
-                    self._end_rollouts()
-                    self._say(f"{self.steps_done} steps are done; metrics, samples and checkpoints: {self.config.out}")
-            finally:
-                self._has_ended = True  # in the middle of a step, weights and collector may be inconsistent
+        grace = self.config.checkpoint.grace if self.config.checkpoint.every else 0
+        with self.ranks.guard(), ExitStack() as ends:
+            ends.callback(self.progress.end)
+            if self.ranks.is_first:
+                self.progress.begin(self.steps_done)
+            ends.callback(setattr, self, "_has_ended", True)  # in mid-step, weights and collector may be inconsistent
+            with finishing(self._interrupt, self.shutdown, grace):
+                self.hooks.run("setup")
+                while not self._stops and self.step():
+                    pass
+                self.hooks.run("shutdown")
+                if self.collector is not None:
+                    self.collector.shutdown()
+                self.progress.say(
+                    f"{self.steps_done} steps are done; metrics, samples and checkpoints: {self.config.out}"
+                )
 
     def _interrupt(self) -> None:
         self._is_interrupted = True  # the ranks agree on it at the end of a step
 
-    def _say(self, line: str) -> None:
-        """Print a line where there is no bar, and no terminal to show one."""
-        if self.config.log.progress and self._bar.disable:
-            try:
-                print(line, flush=True)
-            except OSError as error:  # a full disk, or a pipe that nobody reads any more
-                LOG.warning("a line of progress was not printed: %s", error)
-
-    def _headline(self) -> str:
-        config, rollout = self.config, self.config.rollout
-        return (
-            f"GRPO in {config.out}: steps {self.steps_done} to {config.steps} of {rollout.prompts_per_step} prompts "
-            f"with {rollout.group_size} answers each; evaluation every {config.eval.every} steps, checkpoint every "
-            f"{config.checkpoint.every} (0: none)"
-        )
-
-    def _end_rollouts(self) -> None:
-        """Tell the other ranks that there are no more rollouts, if there are none before the last step."""
-        if self.ranks.is_first and not self._is_asked_to_stop:
-            self.ranks.meet("rollouts")
-            self.ranks.scatter([None] * self.ranks.size)
-
-    def _begin_evaluation(self) -> None:
-        """Start an evaluation, if one is due: it runs during the next step, before the engine's weights change."""
-        every = self.config.eval.every
-        if every and self.steps_done % every == 0:
-            self._evaluation.begin()
-
-    def _end_evaluation(self) -> None:
-        self._step_metrics |= self._evaluation.end(self.steps_done, not self._unsynced)
-
-    def _receive(self, batch: TensorDictBase) -> TensorDictBase:
-        """Compute a batch's metrics and advantages, and give each rank its share."""
-        self.clock.end("generate")
-        # an engine that sleeps while the trainer trains cannot evaluate beside it
-        if self.config.engine.sleep:
-            self._end_evaluation()
-        self.rollout_engine.sleep()
-        version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
-        self._step_metrics |= batch_metrics(batch, version)
-        if self.config.log.samples:
-            self.record.add_samples(self.steps_done, batch, self.config.log.samples)
-        with self.clock("score"):
-            batch = advantages(self.config.loss.advantage, batch)
-            batch.set("current_version", torch.full(batch.batch_size, version))
-            return self._share(batch)
-
-    def _share(self, batch: TensorDictBase) -> TensorDictBase:
-        """Give each rank whole groups; return this one's."""
-        if not self.placement.is_shared:
-            return batch
-        # so many groups that each minibatch has at least one sample
-        groups = math.ceil(self.config.optim.minibatches / self.config.rollout.group_size)
-        first, *others = self.placement.to_ranks(shares(batch, self.placement.data_size, groups))
-        payloads: list[bytes | None] = [None, *map(pack, others)]
-        self.ranks.meet("rollouts")
-        self.ranks.scatter(payloads)
-        return first
-
-    def _score(self, batch: TensorDictBase) -> TensorDictBase:
-        """Score this rank's samples before the updates."""
-        every, batch = self.config.eval.mismatch_every, in_rows(batch)
-        with self.clock("score"):
-            version = int(batch.get("current_version")[0])
-            found = self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
-        if self.ranks.is_first:
-            self._refuse_a_fault(batch, found)
-        self._step_metrics |= found
-        self.clock.begin_phase()
-        return batch
-
-    def _refuse_a_fault(self, batch: TensorDictBase, found: dict[str, float]) -> None:
-        """End the run if engine and trainer differ by more than rounding on answers by the same weights."""
-        limit, gap = self.config.eval.max_mismatch, found.get("mismatch_kl", 0.0)
-        # only in float32, and on tokens of the newest weights, is a difference no rounding and no age
-        dtypes = {self.rollout_engine.dtype, str(self.policy_model.dtype).removeprefix("torch.")}
-        if limit is None or gap <= limit or self._step_metrics["staleness"] or dtypes != {"float32"}:
-            return
-        where = "" if self.placement.is_shared else f" The first such token: {self.learner.first_gap(batch)}."
-        raise EngineError(
-            f"engine and trainer disagree on answers by the same weights, in float32: mismatch_kl={gap:.2g}, agreement="
-            f"{found.get('agreement', math.nan):.2g}.{where} Usual causes: a kernel of the engine (torchrl-moe "
-            "conformance MODEL finds it), weights that did not arrive (engine.sync.verify=canary), or routes of other "
-            "tokens. eval.max_mismatch=null trains on"
-        )
-
-    def _sync(self) -> None:
-        """Record the metrics of the updates, and sync the weights to the engine."""
-        self.clock.end("train")
-        self._end_evaluation()  # it asks for answers by the weights that are about to change
-        self._step_metrics |= self.learner.stepper.take_metrics()
-        self.steps_done += 1
-        with self.clock("sync"):
-            # every few steps if so configured; the last step's weights always reach the engine
-            self._unsynced += 1
-            if self.steps_done % self.config.engine.sync_every == 0 or self.steps_done == self.config.steps:
-                self.ranks.meet("weight sync", patient=True)
-                self.rollout_engine.sync()
-                self._unsynced = 0
-            self.rollout_engine.wake_up()
-
-    def _record_step(self, batch: TensorDictBase) -> None:
-        """Write the step's metrics, and warn of what they show."""
-        del batch
-        seconds, self.clock.is_recorded = dict(self.clock.seconds), True
-        self.trained_tokens += int(self._step_metrics["tokens"])
-        # after the last step there is no next one to run beside
-        if self.steps_done >= self.config.steps and self.config.eval.every:
-            self._evaluation.begin()
-            self._end_evaluation()
-        row = self.record.add(
-            {
-                "step": self.steps_done - 1,
-                **self._step_metrics,
-                "version": self.rollout_engine.version,
-                "trained_tokens": self.trained_tokens,
-                "tokens_per_second": self._step_metrics["tokens"] / sum(seconds.values()),
-                **{f"seconds_{phase}": value for phase, value in seconds.items()},
-                **{name: value for name, value in self.collector.stats().items() if "idle" in name},
-            }
-        )
-        self.health.check(self.record.rows)
-        self._show(row)
-
-    def _end_step(self, batch: TensorDictBase) -> None:
-        """Begin an evaluation, or stop after the last step."""
-        del batch
-        self._step_metrics = {}
-        if self.steps_done >= self.config.steps:
-            self.request_stop("all steps are done")
-        else:
-            self._begin_evaluation()
-
-    def _show(self, row: Row) -> None:
-        shown = [f"{name} {row[name]:{form}}" for name, form in SHOWN.items() if row.get(name, "") != ""]
-        self._bar.set_postfix_str(", ".join(shown), refresh=False)
-        self._bar.update()
-        if row["step"] % self.config.log.print_every == 0 or self.steps_done == self.config.steps:
-            done, steps = self.steps_done, self.config.steps
-            left = (time.monotonic() - self._began) / (done - self._began_at) * (steps - done)
-            cells = [f"{word} {row[name]:{form}}" for name, (word, form) in PRINTED.items() if row.get(name, "") != ""]
-            self._say(f"step {done} of {steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left")
-
     def request_stop(self, reason: str | None = None) -> None:
         """Stop after this step, on all ranks."""
+        if reason:
+            LOG.info("the run stops: %s", reason)
         self._is_asked_to_stop = True
-        super().request_stop(reason)
 
-    def _agree_to_stop(self, batch: TensorDictBase) -> None:
-        del batch
+    def _agreed_to_stop(self) -> bool:
+        """Whether the run is over: after its last step, or because a rank was asked to stop, or interrupted."""
         self.ranks.meet("the end of a step", patient=True)
-        if any(self.ranks.gather(self._is_asked_to_stop or self._is_interrupted)):
-            self.request_stop("a rank was asked to stop")
+        own = self._is_asked_to_stop or self._is_interrupted or self.steps_done >= self.config.steps
+        return any(self.ranks.gather(own))
 
     def save_trainer(self, force_save: bool = False) -> None:
         """Begin to write a checkpoint, if one is due; one that does not fit on the disk is a warning."""
         every = self.config.checkpoint.every
-        if every and (force_save or self.steps_done % every == 0):
-            self._end_evaluation()  # it rates the weights that are saved
+        if (force_save and every) or _is_due(self.steps_done, every):
+            self.evaluation.wait()  # it rates the weights that are saved
             self.checkpoints.save(self.steps_done, self._judgement())
             if force_save:
                 self.checkpoints.wait()
-        if self.clock.is_recorded:  # else a hook saves in mid-step
-            self.clock.begin()
 
     def _judgement(self) -> float:
         """Return the score that selects the best checkpoint: weights that were not evaluated are never the best."""
         if self.source.held_out and self.config.eval.every:
-            return self._evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
+            return self.evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
         rewards = self.record.column("reward")[-REWARDED:]
         return sum(rewards) / max(len(rewards), 1)
 
@@ -609,6 +636,25 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.shutdown()
 
 
+def _is_due(step: int, every: int) -> bool:
+    """Whether what happens every so many steps happens at this one; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def _by_their_names(others: Mapping[str, Any], **given: Any) -> list[Any]:
+    """Return arguments, each by our name or by TRL's; refuse names that are neither."""
+    for name, value in others.items():
+        ours = ALIASES.get(name)
+        if ours is None:
+            known = [one for one in inspect.signature(MoEGRPOTrainer).parameters if one != "others"]
+            hint = f"here it is {TRL[name]}" if name in TRL else nearest(name, known)
+            raise TypeError(f"MoEGRPOTrainer has no {name}: {hint}; settings are in config=GRPOConfig(...)")
+        if given[ours] is not None:
+            raise TypeError(f"{name} is another name of {ours}: give one of them")
+        given[ours] = value
+    return list(given.values())
+
+
 def _read(given: object) -> GRPOConfig:
     """Return a configuration of its own, checked."""
     config = GRPOConfig(**given) if isinstance(given, Mapping) else GRPOConfig() if given is None else given
@@ -617,6 +663,11 @@ def _read(given: object) -> GRPOConfig:
             f"config must be a GRPOConfig or a dict of its settings, got {given!r:.60}: a file is read by "
             "torchrl_moe.trainers.compose.load_config"
         )
-    config = copy.deepcopy(config)  # a follower changes some settings, and a resumed run, too
+    config = copy.deepcopy(config)  # the user's own may change while the run goes on
     config.check()
     return config
+
+
+def _resumed(config: GRPOConfig, resumes: bool) -> GRPOConfig:
+    """Return the configuration of a run that resumes, because a launcher has started it again, or as it is."""
+    return replace(config, resume=True, overwrite=False) if resumes else config

@@ -14,7 +14,6 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchrl.trainers import OptimizationStepper, Trainer, TrainerHookBase
 
 from torchrl_moe import objectives
 from torchrl_moe.errors import DivergedError
@@ -27,14 +26,13 @@ from torchrl_moe.modules.serving.launch import EngineName
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, OptimConfig
-from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import Ranks
+from torchrl_moe.trainers.ranks import Placement, Ranks
 
 __all__ = [
-    "Learner", "Minibatches", "Reference", "RolloutScores", "TokenStepper", "advantages", "build_loss",
-    "build_reference", "by_mesh", "clip_gradients", "in_rows", "learning_rate", "lengths_of", "micro_batches",
-    "micro_batches_of_ranks", "total_norm",
+    "Learner", "Reference", "RolloutScores", "TokenStepper", "advantages", "build_loss", "build_reference", "by_mesh",
+    "clip_gradients", "in_rows", "learning_rate", "lengths_of", "micro_batches", "micro_batches_of_ranks",
+    "minibatches", "total_norm",
 ]  # fmt: skip
 
 
@@ -126,46 +124,19 @@ def micro_batches_of_ranks(lengths: Sequence[int], max_tokens: int | None, ranks
     return micro_batches(lengths, max_tokens, max(ranks.gather(len(own))))
 
 
-class Minibatches(TrainerHookBase):
-    """Gives the optimizer a batch in parts, one for each step, in a new order in each epoch.
+def minibatches(batch: TensorDictBase, count: int, ranks: Ranks | None = None) -> Iterator[TensorDictBase]:
+    """Yield a batch in ``count`` parts, one for each optimizer step, in an order drawn by torch's global generator.
 
     With several ranks, each splits its own share. Ranks that see the same samples split them in the same way.
     """
-
-    def __init__(self, count: int, ranks: Ranks | None = None) -> None:
-        self.count, self._ranks = count, ranks or Ranks()
-        self._parts: Iterator[TensorDictBase] = iter(())
-
-    def begin(self, batch: TensorDictBase) -> TensorDictBase:
-        """Begin an epoch: shuffle the samples, by torch's global generator."""
-        if self.count == 1:
-            self._parts = iter((batch,))
-        else:
-            # rank 0's seed for all: ranks of a tensor-parallel group must step on the same samples
-            seed = self._ranks.from_first(int(torch.randint(1 << 62, ())), "minibatches")
-            drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-            order = drawn.tensor_split(min(self.count, len(batch)))
-            self._parts = (batch[part.tolist()] for part in order)
-        return batch
-
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the next part of the epoch's batch."""
-        del batch
-        return next(self._parts)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return nothing: checkpoints are taken between batches."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Restore nothing: see :meth:`state_dict`."""
-        del state_dict
-
-    def register(self, trainer: Trainer, name: str = "minibatches") -> None:
-        """Register at the stages that it serves."""
-        trainer.register_module(name, self)
-        trainer.register_op("pre_epoch", self.begin)
-        trainer.register_op("process_optim_batch", self)
+    if count == 1:
+        yield batch
+        return
+    # rank 0's seed for all: ranks of a tensor-parallel group must step on the same samples
+    seed = (ranks or Ranks()).from_first(int(torch.randint(1 << 62, ())), "minibatches")
+    drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    for part in drawn.tensor_split(min(count, len(batch))):
+        yield batch[part.tolist()]
 
 
 def lengths_of(batch: TensorDictBase) -> list[int]:
@@ -173,7 +144,7 @@ def lengths_of(batch: TensorDictBase) -> list[int]:
     return [len(sample.get(("tokens", "full"))) for sample in batch.unbind(0)]
 
 
-class TokenStepper(OptimizationStepper):
+class TokenStepper:
     """One optimizer step on a minibatch, in micro-batches of bounded token count.
 
     The loss of every part is divided by the tokens of the whole minibatch, so the gradients of the parts add up to its
@@ -197,15 +168,14 @@ class TokenStepper(OptimizationStepper):
         self.ranks = self._placement.ranks
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.max_tokens, self.max_grad_norm, self.precision = max_tokens, max_grad_norm, precision
-        self.skipped, self.max_bad_steps, self._bad = 0, max_bad_steps, 0
+        self.count, self.skipped, self.max_bad_steps, self._bad = 0, 0, max_bad_steps, 0
         self._metrics: list[dict[str, float]] = []
 
-    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
+    def step(self, batch: TensorDictBase) -> TensorDictBase:
         """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens."""
-        del trainer
-        lr = self.lr
+        lr, self.count = self.lr, self.count + 1
         self.ranks.meet("a step")
-        metrics = self.accumulate(sub_batch)
+        metrics = self.accumulate(batch)
         weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         norm = clip_gradients(weights, self.max_grad_norm, self.ranks)
         if math.isfinite(norm):
@@ -532,16 +502,14 @@ def build_reference(
     return scorer, engine.shutdown
 
 
-def advantages(name: str, batch: TensorDictBase) -> TensorDictBase:
-    """Return a batch with ``"advantage"``, one number for each row."""
+def advantages(name: str, batch: TensorDictBase, samples: int) -> TensorDictBase:
+    """Return a batch of so many samples with ``"advantage"``, one number for each row."""
     kinds: dict[str, Callable[[], objectives.GroupAdvantage]] = {
         "grpo": objectives.GRPOAdvantage,
         "rloo": objectives.RLOOAdvantage,
         "dr_grpo": objectives.DrGRPOAdvantage,
         "reinforce_plus_plus": lambda: objectives.ReinforcePlusPlusAdvantage(samples),
     }
-    # several turns are one sample: it ends where "done" is set
-    samples = sum(bool(row.get(("next", "done")).any()) for row in batch.unbind(0))
     found: TensorDictBase = kinds[name]().inv(batch)
     return found
 

@@ -21,8 +21,8 @@ from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.policies.unstack import LoraLayers, base_model, has_adapters
 from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
-from torchrl_moe.trainers.placement import check_axes
 from torchrl_moe.trainers.policy_model import prepared
+from torchrl_moe.trainers.ranks import check_axes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,8 +1,9 @@
-"""``PolicyModel``: the transformers model that is trained, its tokenizer, and the folder that an engine starts from."""
+"""``PolicyModel``, the transformers model that is trained, and ``RolloutEngine``, which serves its weights."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -13,8 +14,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,21 +25,39 @@ from torch.distributed.fsdp import FSDPModule
 from torchrl_moe._compat_transformers import checkpoint_activations, load_whole, lowered, stays_float32
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.policies.probe import is_router
+from torchrl_moe.modules.policies.prompts import reads_chats, template_options
 from torchrl_moe.modules.policies.transformers_wrapper import check_vocabulary
 from torchrl_moe.modules.policies.unstack import ModelWeights, base_model, has_adapters
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 from torchrl_moe.modules.replay.float32 import float32_routers
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig
-from torchrl_moe.trainers.function_names import import_function, is_function_name
-from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.run_folder import exchange
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.modules.serving.launch import devices_of_trainer, ranks_here
+from torchrl_moe.trainers.checkpoints import exchange, steps_saved
+from torchrl_moe.trainers.config import (
+    ConfigError,
+    GRPOConfig,
+    LoRAConfig,
+    ModelConfig,
+    import_function,
+    is_function_name,
+)
+from torchrl_moe.trainers.ranks import Placement
+from torchrl_moe.weight_update.report import SyncReport
+from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.source import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["ModelLike", "PolicyModel", "new_start", "prepared", "starting_model", "starts"]
+__all__ = [
+    "ModelLike", "PolicyModel", "RolloutEngine", "check_arguments", "check_room", "engine_arguments", "new_start",
+    "prepared", "starting_model", "starts",
+]  # fmt: skip
+
 
 ATTENTION = [
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
@@ -355,3 +376,214 @@ def _write_start(given: ModelLike | None, tokenizer: Tokenizer | None, config: G
         )
     whole = replace(config.model, lora=LoRAConfig(), activation_checkpointing=False)
     return PolicyModel.load(given, tokenizer, whole).save(new_start(folder))
+
+
+LOG = logging.getLogger(__name__)
+
+
+def check_arguments(config: GRPOConfig) -> None:
+    """Refuse arguments that the run's engine does not have, which costs less than loading a model."""
+    try:
+        engine_kind(config.engine.kind).arguments_of({"model": "?", **engine_arguments(config)})
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of("engine.arguments", error) from error
+
+
+def engine_arguments(config: GRPOConfig) -> dict[str, Any]:
+    """Return the arguments of the run's engine; its routers have the dtype of the trainer's, if one is set."""
+    own = {} if config.model.router_dtype == "auto" else {"router_dtype": config.model.router_dtype}
+    return {**own, **config.engine.arguments}
+
+
+class RolloutEngine:
+    """An engine that serves the policy's weights, and the weight sync to it.
+
+    Of several ranks, the first has the engine. The others have ``is_first=False`` and no engine: each sends its part of
+    every weight.
+    """
+
+    policy: vLLMWrapper | None  # ``None``: another rank has the engine
+
+    def __init__(
+        self,
+        policy_model: PolicyModel,
+        config: GRPOConfig,
+        folder: Path,
+        engine: AsyncVLLM | None = None,
+        *,
+        is_first: bool = True,
+    ) -> None:
+        self.config, self.policy_model = config, policy_model
+        self.start = policy_model.start
+        # three kinds of engines: given (left alone), joined (left at the end), its own (started and shut down)
+        self._joins_engine = is_first and engine is None and config.engine.connect is not None
+        self._owns_engine = is_first and engine is None and not self._joins_engine
+        # all that the configuration may have wrong, before an engine is started
+        setting = "engine.sync"
+        try:
+            scheme = VLLMWeightSyncScheme(**config.engine.sync)
+            setting = "rollout.sampling"
+            sampling_params_of(config.rollout.generate_kwargs())
+            setting = "chat_template_kwargs"
+            options = template_options(config.chat_template_kwargs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError.of(setting, error) from error
+        self.policy = None
+        if not is_first:
+            self.sender = scheme.create_sender()
+            self.sender.register_model(policy_model.model)
+            return
+        is_chat = reads_chats(policy_model.tokenizer)
+        if not is_chat:
+            LOG.warning("the tokenizer has no chat template: prompts are sent as they are, without roles or markers")
+        self.sender = scheme.create_sender()
+        done = steps_saved(folder / "checkpoints") if config.resume else 0
+        try:
+            self.engine = self._start(folder, done) if engine is None else engine
+        except BaseException:
+            self.sender.shutdown()
+            self.forget_start()
+            raise
+        # the engine runs: from here on a mistake ends it again
+        try:
+            if done and not self._owns_engine:  # it may be as fresh as a new one
+                self.engine.set_seed(seed_after(config.seed, done))
+            self.sender.register_model(policy_model.model)
+            self.sender.init_all_workers_group(None, vllm_engine=self.engine)
+            self.policy = vLLMWrapper(
+                self.engine,
+                tokenizer=policy_model.tokenizer,
+                input_mode="history" if is_chat else "text",
+                chat_template_kwargs=options,
+                generate_kwargs=config.rollout.generate_kwargs(),
+                return_routed_experts=None if config.loss.replay == "R3" else False,  # nothing else reads them
+            )
+        except BaseException:
+            self.shutdown()
+            self.forget_start()
+            raise
+
+    def _start(self, folder: Path, done: int) -> AsyncVLLM:
+        engine = self.config.engine
+        if engine.connect is not None:
+            return AsyncVLLM.connect(engine.connect)
+        arguments = {"seed": self.config.seed, **engine_arguments(self.config)}
+        arguments["seed"] = seed_after(int(arguments["seed"] or 0), done)
+        if engine.backend == "local":
+            check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
+            per_replica = engine_kind(engine.kind).devices_per_replica(arguments)
+            if "devices" not in arguments and (shared := shared_devices(engine.num_replicas, per_replica)):
+                arguments["devices"] = shared
+                LOG.info("replicas compute on the trainer's GPU too: %s; engine.sleep=true takes turns", shared)
+        if engine.sleep and not torch.cuda.is_available():
+            raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer uses meanwhile")
+        if engine.sleep:
+            arguments.setdefault("enable_sleep_mode", True)
+        # a model that is in no folder is written into the run's: replicas are processes, and read it from there
+        if self.policy_model.source is None:
+            self.start = self.policy_model.save(new_start(folder))
+        path = self.policy_model.source or str(self.start)
+        LOG.info("starting %d replica(s) of %s on %s", engine.num_replicas, path, engine.kind)
+        return AsyncVLLM.from_pretrained(
+            path,
+            num_replicas=engine.num_replicas,
+            engine="vllm" if engine.kind == "vllm" else "transformers",
+            backend="ray" if engine.backend == "ray" else "local",
+            **arguments,
+        )
+
+    def forget_start(self) -> None:
+        """Remove the model that replicas started from, because this run does not begin."""
+        if self.start is not None:
+            shutil.rmtree(self.start, ignore_errors=True)
+
+    @property
+    def has_the_models_weights(self) -> bool:
+        """Whether the engine was started from this model, as it was at that time."""
+        return self._owns_engine
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of what the engine computes in; empty if it does not say."""
+        return next((str(info.dtype) for info in self.engine.infos if info is not None), "")
+
+    @property
+    def version(self) -> int:
+        """Version of the trainer's weights that the engine has."""
+        return int(self.sender.version)
+
+    def restore(self, version: int) -> None:
+        """Sync the trainer's weights to the engine, under their old version or, if the engine is past it, its next.
+
+        An engine's version never decreases: otherwise a request for a version would wait forever.
+        """
+        self.sender.version = max(self.sender.version, version - 1)
+        self.sync()
+
+    def sync(self) -> SyncReport:
+        """Sync the trainer's weights to the engine."""
+        report = self.sender.update_weights()
+        for replica, reason in report.failed.items():
+            LOG.warning("replica %s does not hold version %s: %s", replica, report.version, reason)
+        return report
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to the trainer, if the run is configured so."""
+        if self.config.engine.sleep:
+            self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Take the GPU's memory back for the engine."""
+        if self.config.engine.sleep:
+            self.engine.wake_up()
+
+    def shutdown(self) -> None:
+        """End the weight sync, and the engine if this object started it. Idempotent."""
+        self.sender.shutdown()
+        if self._owns_engine:
+            self.engine.shutdown()
+        elif self._joins_engine:
+            self.engine.disconnect()
+
+
+def seed_after(seed: int, steps: int) -> int:
+    """Return an engine's seed for a run that continues after so many steps: it would else draw what step 0 drew.
+
+    Hashed, because replicas, and those that are restarted, count their own seeds on from it.
+
+    >>> seed_after(7, 0), seed_after(7, 2) == seed_after(9, 0)
+    (7, False)
+    """
+    return int(np.random.SeedSequence([abs(seed), steps]).generate_state(1)[0] >> 1) if steps else seed
+
+
+def shared_devices(num_replicas: int, per_replica: int) -> list[list[int]] | None:
+    """Return the GPUs of each replica where the one process that trains leaves too few of its own; else ``None``.
+
+    A machine with one GPU is the usual case. Those that nothing computes on come first.
+    """
+    count, of_trainer = torch.cuda.device_count(), devices_of_trainer()
+    if not count or ranks_here() or count - len(of_trainer) >= num_replicas * per_replica:
+        return None
+    order = [*(index for index in range(count) if index not in of_trainer), *of_trainer]
+    return [order[first : first + per_replica] for first in range(0, num_replicas * per_replica, per_replica)]
+
+
+def check_room(policy_model: PolicyModel, num_replicas: int, arguments: Mapping[str, Any], kind: str = "vllm") -> None:
+    """Refuse more replicas than this machine holds."""
+    if torch.cuda.is_available():
+        needed = num_replicas * engine_kind(kind).devices_per_replica(arguments)
+        found = torch.cuda.device_count() - ranks_here()  # a single process may share its GPU with the engine
+        if needed > found and "devices" not in arguments:
+            raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
+        return
+    # on a CPU each replica has the weights and its cache in the host's memory
+    width = getattr(torch, str(arguments.get("dtype", "float32")), torch.float32).itemsize
+    weights = sum(weight.numel() for weight in policy_model.model.parameters()) * width
+    each = weights + int(arguments.get("kv_cache_memory_bytes") or 0)
+    free = psutil.virtual_memory().available
+    if num_replicas * each > free:
+        raise ConfigError(
+            f"engine.num_replicas={num_replicas} needs {num_replicas * each / 1e9:.1f} GB of memory, and "
+            f"{free / 1e9:.1f} GB are free"
+        )

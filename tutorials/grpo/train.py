@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from torchrl_moe.trainers.script import main
+from torchrl_moe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

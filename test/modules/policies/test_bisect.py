@@ -90,14 +90,15 @@ def epsilon(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("fault", "first", "cause"),
     [
-        (scale("model.embed_tokens.weight"), "embed_tokens", "the embedding's weights"),
+        (noise("model.embed_tokens.weight"), "embed_tokens", "the embedding's weights"),
+        (scale("model.embed_tokens.weight"), "layers.0", "a scaling of the embedding"),
         (epsilon, "layers.2.post_attention_layernorm", "epsilon"),
         (scale("model.layers.1.self_attn.o_proj.weight", 1.001), "layers.1.self_attn", "attention"),
         (noise("model.layers.3.mlp.gate.weight"), "layers.3.mlp.gate", "the router's weights"),
         (scale("model.layers.2.mlp.experts.down_proj"), "layers.2.mlp", "the experts"),
         (scale("lm_head.weight"), "lm_head", "the head's weights"),
     ],
-    ids=["embedding", "epsilon", "attention", "router", "experts", "head"],
+    ids=["embedding", "scaled embedding", "epsilon", "attention", "router", "experts", "head"],
 )
 def test_the_operation_at_fault_is_named(traced: Any, fault: Callable[[Any], None], first: str, cause: str) -> None:
     trace, model = traced("qwen3_moe")

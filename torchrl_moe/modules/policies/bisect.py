@@ -42,6 +42,8 @@ COMPARED = ("embed_tokens", "self_attn", "gate", "router", "mlp", "shared_expert
 AS_LOG_PROBS = ("gate", "router", "lm_head")
 """Some families return a router's logits, others its probabilities: as log-probs they are the same."""
 CHOICE = "experts chosen"
+SUMMED = " and residual"
+"""Most of vLLM's layers return their output and the residual stream apart: this is the sum, under a name of its own."""
 HEADER = ("operation", "relative", "greatest", "equal bits")
 
 LIMITS: Mapping[torch.dtype, tuple[float, float]] = {
@@ -66,6 +68,8 @@ CAUSES: Mapping[str, str] = {
     "norm": "the norm's weight and epsilon",
 }
 """The end of an operation's name -> what to look at if it is the first to differ."""
+RESIDUAL = "the residual sum, and a scaling of the embedding"
+"""The same of a whole layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,7 @@ class Bisection:
             )
         before = [one.relative for one in self.operations[: self.operations.index(self.first)] if not one.is_choice]
         apart = f"{self.first.relative:.1%} of rows" if self.first.is_choice else f"{self.first.relative:.1e} apart"
-        cause = next((what for end, what in CAUSES.items() if self.first.name.endswith(end)), "the residual sum")
+        cause = next((what for end, what in CAUSES.items() if self.first.name.endswith(end)), RESIDUAL)
         return (
             f"The first to differ is {self.first.name}: {apart}, and what comes before it at most "
             f"{max(before, default=0.0):.1e}. Look at {cause}."
@@ -217,7 +221,7 @@ class EngineTrace:
         outputs: dict[str, NDArray[np.float32]] = {}
         for of_worker in workers:
             outputs = {**of_worker["outputs"], **outputs}
-        read = {len(rows) for name, rows in outputs.items() if not name.endswith("lm_head")}
+        read = {len(rows) for name, rows in outputs.items() if _is_layer(name)}
         if not read:
             raise EngineError("the engine's model called no hooks: start it with enforce_eager=True")
         if read != {len(ids)}:
@@ -225,6 +229,10 @@ class EngineTrace:
                 f"the engine read {sorted(read)} rows for a prompt of {len(ids)} tokens: it had other requests, or its "
                 "prefix cache had the prompt; ask an idle engine, with another prompt"
             )
+        # norms of heads may have a row for each of them
+        outputs = {
+            name: rows.reshape(len(ids), -1) if len(rows) % len(ids) == 0 else rows for name, rows in outputs.items()
+        }
         rows = answer.outputs[0].routed_experts  # type: ignore[union-attr]  # of one prompt
         routes = routes_from_vllm(rows, len(ids) + 1, engine.routing_layout)[: len(ids)]
         return cls(tokens=tuple(ids), outputs=outputs, routes=routes, dtype=workers[0]["dtype"])
@@ -242,9 +250,10 @@ class EngineTrace:
                 gaps.append(
                     OperationGap(name=f"layers.{layer}.{CHOICE}", relative=1 - share, greatest=math.nan, equal=share)
                 )
-            ours = self.outputs.get(name)
-            if ours is not None and (found := _gap(name, ours, theirs[-len(ours) :])) is not None:
-                gaps.append(found)
+            ours = [self.outputs[one] for one in (name, name + SUMMED) if one in self.outputs]
+            found = [gap for one in ours if (gap := _gap(name, one, theirs[-len(one) :])) is not None]
+            if found:
+                gaps.append(min(found, key=lambda gap: gap.relative))
         compared = {gap.name for gap in gaps}
         narrower = max((getattr(torch, one) for one in dtypes), key=lambda one: torch.finfo(one).eps)
         return Bisection(
@@ -253,7 +262,9 @@ class EngineTrace:
             first_inexact=next((gap for gap in gaps if gap.equal < 1), None),
             tokens=len(self.tokens),
             dtypes=dtypes,
-            not_compared=_kinds((self.outputs.keys() | trained.keys()) - compared),
+            not_compared=_kinds(
+                name for name in self.outputs.keys() | trained.keys() if name.removesuffix(SUMMED) not in compared
+            ),
         )
 
     @torch.no_grad()
@@ -298,13 +309,15 @@ class _Watch:
             if not tensors:
                 return
             found = tensors[0]
-            # vLLM's layers return their output and the residual stream apart
             if _is_layer(operation) and len(tensors) > 1 and tensors[1].shape == found.shape:
-                found = found + tensors[1]
-            # a copy: vLLM adds to its tensors in place
-            self._outputs.setdefault(operation, []).append(found.detach().float().cpu().clone())
+                self._note(operation + SUMMED, found + tensors[1])
+            self._note(operation, found)
 
         return hook
+
+    def _note(self, operation: str, output: Tensor) -> None:
+        # a copy: vLLM adds to its tensors in place
+        self._outputs.setdefault(operation, []).append(output.detach().float().cpu().clone())
 
     def end(self) -> dict[str, NDArray[np.float32]]:
         """Remove the hooks; return the outputs, ``[rows, width]``. Those of an unknown layout are left out."""
@@ -366,7 +379,7 @@ def _gap(name: str, ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> O
     if name.endswith("lm_head"):  # an engine may pad its vocabulary
         width = min(ours.shape[1], theirs.shape[1])
         ours, theirs = ours[:, :width], theirs[:, :width]
-    if ours.shape != theirs.shape:
+    if ours.shape != theirs.shape or (name == "embed_tokens" and _are_scaled(ours, theirs)):
         return None
     equal = float((ours == theirs).mean())
     if name.endswith(AS_LOG_PROBS):
@@ -376,6 +389,12 @@ def _gap(name: str, ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> O
     distance = math.sqrt(float(np.square(apart).mean()))
     relative = distance / size if size else (math.inf if distance else 0.0)
     return OperationGap(name=name, relative=relative, greatest=float(np.abs(apart).max()), equal=equal)
+
+
+def _are_scaled(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> bool:
+    """Whether one is the other times a number: families scale the embedding within it, or after it."""
+    factor = float((ours * theirs).sum() / max(float(np.square(theirs).sum()), 1e-30))
+    return abs(factor - 1) > 1e-2 and bool(np.allclose(ours, factor * theirs, rtol=1e-2, atol=1e-6))
 
 
 def _log_probs(values: NDArray[np.float32]) -> NDArray[np.float32]:

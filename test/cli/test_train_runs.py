@@ -1,4 +1,4 @@
-"""The command line: bad input is one clear line and exit code 2, and costs an older run nothing."""
+"""``torchrl-moe train``: bad input is one clear line and exit code 2, and costs an older run nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import yaml  # type: ignore[import-untyped]
 from pytest import CaptureFixture, MonkeyPatch, TempPathFactory
 from tensordict import set_list_to_stack
 
+from torchrl_moe.cli import train
 from torchrl_moe.cli.main import main as cli
+from torchrl_moe.cli.train import export
 from torchrl_moe.errors import RankError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
-from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, script
+from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, grpo_trainer
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.script import export, main
 
 REWARD = f"{__name__}:exact"
 
@@ -59,7 +60,7 @@ def no_engine(monkeypatch: MonkeyPatch) -> None:
 
 
 def run(models: Path, out: Path, *overrides: str) -> int:
-    return main(["--config", str(models / "base.yaml"), f"out={out}", *overrides])
+    return cli(["train", "--config", str(models / "base.yaml"), f"out={out}", *overrides])
 
 
 def older_run(out: Path) -> dict[str, bytes]:
@@ -123,7 +124,7 @@ def test_a_name_that_the_hub_does_not_have(
 @pytest.mark.parametrize("name", sorted(file.stem for file in CONFIGS.glob("*.yaml")))
 def test_a_configuration_that_is_printed_is_read_again(name: str, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     changes = ["optim.lr=3e-5", "loss.arguments.clip_epsilon=[0.1, 0.3]", f"out={tmp_path / 'run'}"]
-    assert main(["--config", name, "--cfg", *changes]) == 0
+    assert cli(["train", "--config", name, "--cfg", *changes]) == 0
     file = tmp_path / "printed.yaml"
     file.write_text("defaults: [grpo_config, _self_]\n" + capsys.readouterr().out)
     again = load_config(file)
@@ -134,7 +135,7 @@ def test_a_configuration_that_is_printed_is_read_again(name: str, tmp_path: Path
 
 def test_help_names_the_configurations(capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--help"])
+        cli(["train", "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "tiny_cpu" in shown and "key=value" in shown and "resume=true" in shown
@@ -239,8 +240,8 @@ def test_what_happened_to_another_rank_is_one_line(monkeypatch: MonkeyPatch, cap
     def fail(*_: Any, **__: Any) -> None:
         raise RankError("weight sync: rank 3 did not come within 600 s")
 
-    monkeypatch.setattr(script, "run", fail)
-    assert main(["--config", "tiny_ranks"]) == 1
+    monkeypatch.setattr(train, "run", fail)
+    assert cli(["train", "--config", "tiny_ranks"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith(": weight sync: rank 3 did not come within 600 s")
 
 
@@ -275,7 +276,7 @@ def test_rank_0_alone_draws_and_prints(
         def summary(self) -> str:
             return "summed up"
 
-    monkeypatch.setattr(script, "MoEGRPOTrainer", Trainer)
-    script.run(GRPOConfig())
+    monkeypatch.setattr(grpo_trainer, "MoEGRPOTrainer", Trainer)
+    train.run(GRPOConfig())
     assert done == ["trained", "saved", *(["run.png"] if first else []), "closed"]
     assert ("summed up" in capsys.readouterr().out) == first

@@ -1,0 +1,162 @@
+"""What collects samples for a run, what it reads of them, and what evaluates beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict import TensorDict, lazy_stack
+
+from support.training import fake_config, fake_fleet, fake_model
+from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.trainers import samples
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
+from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine
+from torchrl_moe.trainers.samples import Evaluation, Given, RolloutSource, SignalFilter, make_collector
+from torchrl_moe.weight_update.report import SyncReport
+
+
+@pytest.fixture
+def fleet() -> Iterator[FakeFleet]:
+    with fake_fleet() as service:
+        yield service
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GRPOConfig:
+    return fake_config(tmp_path / "run", 30)
+
+
+@pytest.mark.parametrize(("asked", "failures"), [(None, 6), (3, 3), (0, 0)])
+def test_a_collector_as_the_configuration_says(
+    config: GRPOConfig,
+    fleet: FakeFleet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: int | None,
+    failures: int,
+) -> None:
+    made: dict[str, Any] = {}
+    collector_of = samples.AsyncLLMCollector
+
+    def make(env: Any, **arguments: Any) -> Any:
+        made.update(arguments)
+        return collector_of(env, **arguments)
+
+    monkeypatch.setattr(samples, "AsyncLLMCollector", make)
+    rollout = config.rollout
+    rollout.max_failures, rollout.max_staleness, rollout.window = asked, 3, 0.5
+    policy_model = PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
+    given = Given(dataset=[{"prompt": "1+1="}], rewards=lambda completion: 1.0)
+    source = RolloutSource.of(config, policy_model.tokenizer, given)
+    engine = RolloutEngine(policy_model, config, tmp_path / "run", fleet)
+    collector = make_collector(config, source, engine.policy)
+    engine.sender.register_collector(collector)
+    assert (made["group_size"], made["groups_per_batch"], made["max_staleness"], made["window"]) == (2, 2, 3, 0.5)
+    assert made["max_failures"] == failures and made["group_filter"] is None
+    before = collector.policy_version
+    engine.sync()
+    assert collector.policy_version == before + 1
+    collector.shutdown()
+    rollout.order = "sideways"
+    with pytest.raises(ConfigError, match="rollout: order must be"):
+        make_collector(config, source, engine.policy)
+    engine.shutdown()
+
+
+def test_another_rank_sends_its_part_of_the_weights_and_has_no_engine(tmp_path: Path) -> None:
+    policy_model = PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
+    engine = RolloutEngine(policy_model, fake_config(tmp_path, 2), tmp_path, is_first=False)
+    sent: list[str] = []
+
+    def update() -> SyncReport:
+        sent.append("weights")
+        return SyncReport(version=1, nbytes=0, digest="", published=0.0)
+
+    engine.sender.update_weights = update  # type: ignore[method-assign]
+    engine.sync()
+    engine.restore(5)
+    assert sent == ["weights", "weights"] and engine.policy is None and not engine.has_the_models_weights
+    engine.sleep()
+    engine.wake_up()
+    engine.shutdown()
+    engine.shutdown()
+
+
+def group(*rewards: float) -> Any:
+    return turns(*([reward] for reward in rewards))
+
+
+def turns(*samples: list[float]) -> Any:
+    rows = [(reward, turn == len(sample) - 1) for sample in samples for turn, reward in enumerate(sample)]
+    return lazy_stack([TensorDict({"group_id": 3, "next": {"reward": [[r]], "done": [end]}}) for r, end in rows])
+
+
+def test_a_group_whose_rewards_differ_has_a_signal() -> None:
+    keeps = SignalFilter(4)
+    assert [keeps(group(*rewards)) for rewards in ((0.0, 1.0), (1.0, 1.0), (0.5, 0.5, 0.4))] == [True, False, True]
+
+
+def test_turns_are_summed_first() -> None:
+    keeps = SignalFilter(4)
+    assert not keeps(turns([0.0, 1.0], [0.0, 1.0])) and not keeps(turns([1.0, 0.0], [0.0, 1.0]))
+    assert keeps(turns([1.0, 0.0], [1.0, 1.0]))
+
+
+def test_many_in_a_row_are_logged_and_one_with_a_signal_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
+    keeps = SignalFilter(1)
+    for _ in range(9):
+        keeps(group(1.0, 1.0))
+    keeps(group(1.0, 0.0))
+    for _ in range(9):
+        keeps(group(1.0, 1.0))
+    assert caplog.text == ""
+    keeps(group(1.0, 1.0))
+    assert "the last 10 groups were left out" in caplog.text
+
+
+def test_it_runs_beside_and_is_waited_for() -> None:
+    go_on = threading.Event()
+
+    def evaluate() -> float:
+        assert go_on.wait(60)
+        return 0.75
+
+    evaluation = Evaluation(evaluate, 3)
+    evaluation.begin(2, True)
+    assert evaluation.take() == {}  # none was due
+    evaluation.begin(3, True)
+    go_on.set()
+    assert evaluation.take() == {"held_out_reward": 0.75}
+    evaluation.begin(3, True)
+    assert evaluation.take() == {}  # once for each step
+    assert evaluation.scores == {3: 0.75}
+    evaluation.begin(4, True, is_last=True)
+    evaluation.wait()
+    assert evaluation.take() == {"held_out_reward": 0.75} and evaluation.scores == {3: 0.75, 4: 0.75}
+    evaluation.close()
+
+
+@pytest.mark.parametrize(("found", "newest"), [(0.5, False), (None, True)])
+def test_only_what_is_of_the_newest_weights_judges_a_checkpoint(found: float | None, newest: bool) -> None:
+    evaluation = Evaluation(lambda: found, 1)
+    evaluation.begin(2, newest)
+    assert evaluation.take() == ({} if found is None else {"held_out_reward": found})
+    assert evaluation.scores == {}
+    evaluation.close()
+
+
+def test_one_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def evaluate() -> float:
+        raise ZeroDivisionError("no answers")
+
+    evaluation = Evaluation(evaluate, 5)
+    evaluation.begin(5, True)
+    assert evaluation.take() == {}
+    assert "no evaluation at step 5: ZeroDivisionError('no answers')" in caplog.text
+    evaluation.close()
+    evaluation.close()
