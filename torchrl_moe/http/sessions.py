@@ -179,6 +179,11 @@ class Session:
         with self._lock:
             return self._tree.routes_to_follow(_as_ids(prompt_ids), version)
 
+    def known_rows(self, prompt_ids: Sequence[int]) -> int:
+        """Return how many tokens at the start of a prompt have routes here: ``routed_experts_prompt_start``."""
+        with self._lock:
+            return self._tree.known_rows(_as_ids(prompt_ids))
+
     @contextmanager
     def under_way(self, cancel: Callable[[], object]) -> Iterator[None]:
         """Hold a request within the context: if the session is closed meanwhile, ``cancel`` is called.
@@ -206,6 +211,7 @@ class Session:
         messages: Sequence[Message] | None = None,
         message_returned: Message | Sequence[Message] | None = None,
         sampling_params: object = None,
+        followed: int = 0,
     ) -> None:
         """Add a call: its prompt, and an answer for each choice. Aborted and empty answers are left out.
 
@@ -215,6 +221,7 @@ class Session:
             messages: the chat of the prompt, as the client sent it.
             message_returned: what the client was given for the answer; of several choices, one each, in their order.
             sampling_params: what the engine was asked with, a mapping or vLLM's object.
+            followed: tokens of the prompt whose experts the engine was given.
 
         Raises:
             SessionClosedError: it is closed.
@@ -241,7 +248,7 @@ class Session:
             self.num_calls += 1
             asked = self._tree.add_prompt(prompt)
             for output in outputs:
-                node = self._tree.add_answer(asked, completion, output, rows[output.index], params)
+                node = self._tree.add_answer(asked, completion, output, rows[output.index], params, followed)
                 # an answer with ends of turns inside, as there may be if they are ignored, is not one message
                 if conversation is not None and returned and not self._tree.count_ends(node.ids[:-1]):
                     message = returned[completion.outputs.index(output)]
