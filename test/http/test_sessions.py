@@ -358,6 +358,23 @@ def test_any_bytes_that_were_sampled_are_sent_again(asked: str, turns: list[tupl
     assert trained(td) == [token for answer, is_cut, _ in turns for token in (answer if is_cut else [*answer, END])]
 
 
+def test_of_answers_that_begin_alike_the_one_that_came_back_is_continued() -> None:
+    """The first was cut inside a character; the second has a marker that no message shows."""
+    session, chat = new_session(), [{"role": "user", "content": "hi"}]
+    sent = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    answers = [([32, 0xC3], " "), ([*ids(" é"), TOKENIZER.pad_token_id], " é"), (ids(" é!"), " é!")]
+    for sampled, content in answers:
+        message = {"role": "assistant", "content": content}
+        session.record(sent, completed(sent, sampled), messages=chat, message_returned=message)
+    more = "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    for sampled, content in answers:
+        rendered = [*sent, *ids(content + more)]
+        messages = [*chat, {"role": "assistant", "content": content}, {"role": "user", "content": "and?"}]
+        assert session.prompt_ids(rendered, messages) == [*sent, *sampled, *ids(more)]
+    # of text alone it is the longest that the prompt begins with
+    assert session.prompt_ids([*sent, *ids(" é!" + more)]) == [*sent, *ids(" é!" + more)]
+
+
 def test_an_answer_that_another_text_follows_is_left_as_rendered() -> None:
     session = new_session()
     call(session, ids("ab"), [*BAD, 99])

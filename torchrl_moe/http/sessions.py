@@ -41,7 +41,7 @@ __all__ = ["Session", "SessionStore"]
 Message: TypeAlias = Mapping[str, Any]
 REASONING = ("reasoning", "reasoning_content")
 """Entries of a message that clients may leave out when they send it back: OpenAI's API has no place for them."""
-HEAD = 16
+HEAD, HALF = 16, 4
 CUT = "\ufffd"
 """What half of a character is decoded to."""
 LONGEST_ID = 256
@@ -140,7 +140,7 @@ class Session:
           such as the reasoning of earlier turns. A client may leave out reasoning, but not change it.
 
         Otherwise the rendered ids are sent as they are, and a branch begins. Of several such answers, the one with most
-        answers before it counts, then the newest.
+        answers before it counts, then one that was returned as it is, then the longest, then the newest.
 
         Args:
             rendered_ids: ``[P]``, the whole prompt.
@@ -155,7 +155,8 @@ class Session:
             node, rest = self._continued(rendered)
             if messages:
                 said = self._answer_to(messages, rendered)
-                if said is not None and said[0].answers > node.answers:
+                # of as many answers, those that were returned word for word: a text may begin with that of others, too
+                if said is not None and said[0].answers >= node.answers:
                     node, rest = said
             ids = np.concatenate([node.path_ids(), rest]) if node.answers else rendered
             self._check_room(len(ids) - self._tree.place(ids).matched)
@@ -339,11 +340,15 @@ class Session:
         reached = [best]
         while reached:
             node, rest = reached.pop()
-            if node.answer is not None and node.answers > best[0].answers:
+            if node.answer is not None and (node.answers, -len(rest)) > (best[0].answers, -len(best[1])):
                 best = node, rest
             for child in node.children:  # the newest is popped first
                 same = np.array_equal(child.ids, rest[: len(child.ids)])
-                left = rest[len(child.ids) :] if same else self._after_text(child, rest)
+                # half a character may begin like the mark that stands for it in the text that came back
+                is_half = same and self._decode(child.ids[-HALF:]).endswith(CUT)
+                left = None if same and not is_half else self._after_text(child, rest)
+                if left is None and same:
+                    left = rest[len(child.ids) :]
                 if left is not None:
                     reached.append((child, left))
         return best
