@@ -8,6 +8,7 @@ the service's completion becomes vLLM's ``RequestOutput``. What a handler does n
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.protocol import EngineClient
@@ -132,6 +134,7 @@ def frontend_config(
         arguments: the engines' arguments; those that concern an engine alone are left out.
         served_names: what clients call the model.
     """
+    logging.getLogger("vllm").setLevel(envs.VLLM_LOGGING_LEVEL)  # vLLM itself does so where it makes an engine
     given = {name: arguments[name] for name in OF_MODEL if arguments.get(name) is not None}
     with _compat.environment_kept():  # it has no engine, and its replicas inherit it
         names = list(served_names)
@@ -335,7 +338,9 @@ class ServiceClient(EngineClient):
         except TorchRLMoEError as error:
             raise http_error(error) from error
         except asyncio.CancelledError:
-            if session is not None and session.is_closed and task.cancelled():
+            current = asyncio.current_task()
+            is_gone = current is not None and current.cancelling() > 0  # the client, too: nobody asks for an error
+            if session is not None and session.is_closed and not is_gone:
                 raise GracefulHTTPError("the session was closed meanwhile", HTTPStatus.CONFLICT) from None
             raise
         finally:
