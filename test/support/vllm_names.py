@@ -54,7 +54,6 @@ UNRESOLVED = {
     "http/engine_client.py:versions": "an array of ours",
     "http/door.py:arguments": "vLLM's own parsed arguments: serve_http sets and reads them at each start",
     "http/door.py:client.renderer": "as above",
-    "http/door.py:started": "a future of ours",
     "http/door.py:tokenizer": "of transformers",
     "http/door.py:state": "what vLLM's init_app_state has set: a handler that is missing there fails at each start",
     "http/door.py:handler": "one of those handlers",
@@ -62,8 +61,9 @@ UNRESOLVED = {
     "http/door.py:body": "JSON",
     "http/door.py:request": "a chat, of the handler that is wrapped: the tests of sessions need both entries",
     "http/door.py:calls": "JSON",
-    "http/door.py:one": "an answer of ours",
-    "http/door.py:completion": "one of ours",
+    "http/door.py:name": "of a header, as ASGI has it",
+    "http/door.py:value": "as above",
+    "http/door.py:scope['raw_path']": "of ASGI",
 }
 """``file:expression``, or ``file:*`` -> why it is not looked up."""
 

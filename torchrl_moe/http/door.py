@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase
@@ -46,10 +46,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from torchrl_moe.errors import EngineError, SessionError, TorchRLMoEError
 from torchrl_moe.http.engine_client import CALL, Call, NamedTokens, ServiceClient, http_error
-from torchrl_moe.http.sessions import SessionStore
-
-if TYPE_CHECKING:
-    from torchrl_moe.http.server import Limits
+from torchrl_moe.http.sessions import Limits, SessionStore
 
 __all__ = ["Door", "server_arguments"]
 

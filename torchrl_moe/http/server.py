@@ -21,14 +21,13 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe._lazy import without_collections
-from torchrl_moe.http.sessions import Session
+from torchrl_moe.http.sessions import Limits, Session
 
 if TYPE_CHECKING:
     import uvicorn
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from torchrl_moe.http.sessions import Session
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["HttpServer", "Limits", "check_address", "serve_http"]
+__all__ = ["HttpServer", "check_address", "serve_http"]
 
 LOG = logging.getLogger(__name__)
 START_SECONDS = 300.0  # importing vLLM's server takes 10 s, on a busy machine a minute
@@ -49,44 +48,6 @@ OPTIONS = (
     "tool_parser_plugin", "tool_strict_level", "trust_request_chat_template",
 )  # fmt: skip
 """Options of ``vllm serve`` that say how chats are rendered and parsed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What clients may ask for; beyond it they get status 429, or 413 for a body, 400 for ``answers``.
-
-    Attributes:
-        requests: under way at a time, of all clients.
-        requests_per_session: under way at a time, of one session.
-        tokens: that requests under way may take together: their prompts, and ``n`` times their ``max_tokens``.
-        answers: the largest ``n``.
-        body_bytes: of a request.
-        sessions: at a time.
-        tokens_per_session: that are kept, each once.
-        session_seconds: after which a session that nobody uses is forgotten.
-        request_seconds: that a request may take; ``None``: no limit.
-        client_seconds: that a client may take to send a piece of its request, or to read a piece of its answer.
-    """
-
-    requests: int = 4096
-    requests_per_session: int = 256
-    tokens: int = 1 << 26
-    answers: int = 128
-    body_bytes: int = 32 << 20
-    sessions: int = 4096
-    tokens_per_session: int = 1 << 22
-    session_seconds: float = 3600.0
-    request_seconds: float | None = None
-    client_seconds: float = 60.0
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            is_time = one.name.endswith("_seconds")
-            value = getattr(self, one.name)
-            if is_time:
-                check_number(one.name, value, above=0, none=one.name == "request_seconds")
-            else:
-                check_number(one.name, value, 1, whole=True)
 
 
 def serve_http(

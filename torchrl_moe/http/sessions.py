@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Session", "SessionStore"]
+__all__ = ["Limits", "Session", "SessionStore"]
 
 Message: TypeAlias = Mapping[str, Any]
 REASONING = ("reasoning", "reasoning_content")
@@ -439,6 +440,44 @@ def _length_after_last(ids: Ids, wanted: Ids) -> int:
 
 
 # -- all sessions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What clients may ask for; beyond it they get status 429, or 413 for a body, 400 for ``answers``.
+
+    Attributes:
+        requests: under way at a time, of all clients.
+        requests_per_session: under way at a time, of one session.
+        tokens: that requests under way may take together: their prompts, and ``n`` times their ``max_tokens``.
+        answers: the largest ``n``.
+        body_bytes: of a request.
+        sessions: at a time.
+        tokens_per_session: that are kept, each once.
+        session_seconds: after which a session that nobody uses is forgotten.
+        request_seconds: that a request may take; ``None``: no limit.
+        client_seconds: that a client may take to send a piece of its request, or to read a piece of its answer.
+    """
+
+    requests: int = 4096
+    requests_per_session: int = 256
+    tokens: int = 1 << 26
+    answers: int = 128
+    body_bytes: int = 32 << 20
+    sessions: int = 4096
+    tokens_per_session: int = 1 << 22
+    session_seconds: float = 3600.0
+    request_seconds: float | None = None
+    client_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            is_time = one.name.endswith("_seconds")
+            value = getattr(self, one.name)
+            if is_time:
+                check_number(one.name, value, above=0, none=one.name == "request_seconds")
+            else:
+                check_number(one.name, value, 1, whole=True)
 
 
 class SessionStore:
