@@ -1,5 +1,7 @@
 """Tokens per second through HTTP, at 64 concurrent streams: against ``engine.agenerate``, and against ``vllm serve``.
 
+And the rows of routes that cross from the engine's process for a session of 20 turns, over its tokens.
+
 The same model, engine arguments, prompts of token ids and sampling; the contenders take turns within each round, and
 ratios are computed per round. Engines that wait for their turn are stopped. One process has the clients of both
 servers, and reads every event; it shares the machine's cores with what it measures.
@@ -39,12 +41,13 @@ ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 27,
-    "max_model_len": 512,
+    "max_model_len": 4096,
     "max_num_seqs": STREAMS,
     "enable_return_routed_experts": True,
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
 }
+TURNS, TURN_TOKENS, MOST_ROWS = 20, 64, 2.0
 Contender = Callable[[list[list[int]]], int]
 
 
@@ -153,6 +156,31 @@ def race(contenders: dict[str, Contender], processes: dict[str, set[psutil.Proce
     return speeds
 
 
+def rows_of_a_session(engine: Any, server: Any) -> tuple[int, int, int]:
+    """Play some turns; return the rows that came, those of all tokens at each turn, and the tokens of the session."""
+    came, everything, session = 0, 0, server.session("rows")
+
+    async def generate(**arguments: Any) -> Any:
+        nonlocal came, everything
+        completion = await engine.agenerate(**arguments)
+        (output,) = completion.outputs
+        came += len(output.routed_experts)
+        everything += len(completion.prompt_token_ids) + len(output.token_ids) - 1
+        return completion
+
+    session.generate = generate
+    chat: list[dict[str, str]] = []
+    for turn in range(TURNS):
+        chat.append({"role": "user", "content": f"{turn} and what else? ".ljust(TURN_TOKENS, ".")})
+        body = json.dumps({"model": "tiny", "messages": chat, "max_tokens": TURN_TOKENS, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"{server.url}/sessions/rows/v1/chat/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            chat.append(json.load(response)["choices"][0]["message"])
+    return came, everything, session.num_tokens
+
+
 def main() -> None:
     """Start both servers, race, and compare."""
     from torchrl_moe.http import serve_http
@@ -180,6 +208,7 @@ def main() -> None:
                     }
                     print({name: len(pids) for name, pids in processes.items()}, "engine processes", flush=True)
                     speeds = race(contenders, processes)
+                    came, everything, tokens = rows_of_a_session(engine, server)
         finally:
             orders.send(None)
             server_of_vllm.terminate()
@@ -194,6 +223,14 @@ def main() -> None:
         ratios = [a / b for a, b in zip(speeds[name], speeds[peer], strict=True)]
         met = statistics.median(ratios) >= target
         rows.append(Row(claim=f"{name} / {peer}", value=median_range(ratios), target=f">= {target:.1f}", met=met))
+    rows.append(
+        Row(
+            claim=f"rows of routes that came in {TURNS} turns of a session, over its {tokens} tokens",
+            value=f"{came / tokens:.2f} (all rows at each turn: {everything / tokens:.1f})",
+            target=f"<= {MOST_ROWS}",
+            met=came <= MOST_ROWS * tokens,
+        )
+    )
     finish("http", rows)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -115,6 +117,33 @@ def test_openai_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 600}])
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/chat/completions", {"logit_bias": {"99999999": 1}}),
+        ("/chat/completions", {"logit_bias": {"5": math.nan}}),
+        ("/completions", {"prompt": [5, 99999999]}),
+        ("/completions", {"prompt": [-1, 5]}),
+        ("/completions", {"prompt": "hi", "stop_token_ids": [99999999]}),
+        ("/completions", {"prompt": "hi", "allowed_token_ids": [99999999]}),
+        ("/completions", {"prompt": "hi", "routed_experts_prompt_start": 3}),
+    ],
+)
+def test_ids_that_the_model_has_not(server: HttpServer, path: str, changes: dict[str, Any], stream: bool) -> None:
+    asked = {"model": "tiny", "max_tokens": 4, "stream": stream, **changes}
+    if path != "/completions":
+        asked["messages"] = CHAT
+    answer = httpx.post(
+        f"{server.url}/v1{path}", content=json.dumps(asked), headers={"content-type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    good = httpx.post(
+        f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 2}, timeout=60
+    )
+    assert good.status_code == 200  # the engine has not ended
 
 
 def test_anthropic(engine: AsyncVLLM, server: HttpServer, client: openai.OpenAI) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -102,6 +103,7 @@ def test_routes_come_with_a_chat_if_they_are_asked_for(door: Served) -> None:
     answer = client.post(CHAT, json={**ASKED, "routed_experts_prompt_start": 15}).json()
     rows = np.load(io.BytesIO(base64.b64decode(answer["choices"][0]["routed_experts"])))
     assert rows.shape == (answer["usage"]["prompt_tokens"] + 8 - 1 - 15, 4, 2)
+    error_of(client.post(CHAT, json={**ASKED, "routed_experts_prompt_start": 1000}), 400)
 
 
 def test_completions_of_several_prompts(door: Served) -> None:
@@ -181,11 +183,56 @@ def test_a_body_that_is_no_request(door: Served, path: str, body: bytes) -> None
     error_of(door[2].post(path, content=body, headers={"content-type": "application/json"}), 400)
 
 
-def test_anthropic_has_errors_of_its_own_form(door: Served) -> None:
-    answer = door[2].post("/v1/messages", json={"model": "other", "max_tokens": 3, "messages": ASKED["messages"]})
-    assert answer.status_code == 404
-    assert answer.json()["type"] == "error"
-    assert "other" in answer.json()["error"]["message"]
+ANTHROPIC: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "messages": ASKED["messages"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (json.dumps({**ANTHROPIC, "model": "other"}), 404, "other"),
+        (json.dumps({**ANTHROPIC, "max_tokens": "many"}), 400, "max_tokens"),
+        ("{", 400, "JSON"),
+        ("[" * 100_000, 400, ""),
+    ],
+)
+def test_anthropic_has_errors_of_its_own_form(door: Served, body: str, status: int, text: str) -> None:
+    answer = door[2].post("/v1/messages", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    assert sorted(answer.json()) == ["error", "type"]
+    assert sorted(answer.json()["error"]) == ["message", "type"]
+    assert text in answer.json()["error"]["message"]
+    assert sorted(door[2].get("/v1/messages").json()["error"]) == ["message", "type"]
+
+
+DEEP = '{"a":' * 3000 + "1" + "}" * 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "call"),
+    [
+        (CHAT, {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": DEEP}}]}),
+        ("/v1/messages", {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "DEEP"}]}),
+    ],
+)
+@pytest.mark.parametrize("session", ["", "/sessions/deep"])
+def test_a_tool_call_with_arguments_that_are_nested_too_deeply(
+    door: Served, path: str, call: dict[str, Any], session: str
+) -> None:
+    messages = [*ASKED["messages"], {"role": "assistant", **call}]
+    body = json.dumps({**ANTHROPIC, "messages": messages}).replace('"DEEP"', DEEP)
+    answer = door[2].post(session + path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert "Traceback" not in answer.text
+    door[2].delete("/sessions/deep")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "bias", ['{"5": NaN}', '{"5": 1e999}', '{"99999999": 1}', '{"-1": 1}', '{"x": 1}', '{"5": "a"}']
+)
+def test_a_logit_bias_that_no_engine_takes(door: Served, bias: str, stream: bool) -> None:
+    asked = json.dumps({**ASKED, "stream": stream})[:-1] + f', "logit_bias": {bias}}}'
+    error_of(door[2].post(CHAT, content=asked, headers={"content-type": "application/json"}), 400)
 
 
 def test_known_fields_of_the_api_that_vllm_has_not_are_let_pass(door: Served) -> None:

@@ -21,6 +21,7 @@ from torchrl_moe.http import HttpServer
 from torchrl_moe.http.trajectories import load_trajectories
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper
 from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
@@ -48,10 +49,10 @@ class Run:
         version = self.sender.update_weights().version
         self.weights[version] = {name: value.clone() for name, value in self.reference.model.state_dict().items()}
 
-    def ask(self, messages: list[dict[str, Any]], **params: Any) -> dict[str, Any]:
-        """Ask in the session, and return the messages with the answer."""
+    def ask(self, messages: list[dict[str, Any]], session: str = "s", **params: Any) -> dict[str, Any]:
+        """Ask in a session, and return the messages with the answer."""
         body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 1.0, **params}
-        response = self.client.post("/sessions/s/v1/chat/completions", json=body)
+        response = self.client.post(f"/sessions/{session}/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
         message = response.json()["choices"][0]["message"]
         return {"role": "assistant", "content": message["content"]}
@@ -174,3 +175,44 @@ def test_a_conversation_of_six_turns_is_exactly_what_its_weights_say(run: Run) -
         for td, other in zip(session.trajectories(), found, strict=True):
             for key in (("tokens", "full"), ("log_probs", "full"), ("routed_experts", "full")):
                 assert td[key].numpy().tobytes() == other[key].numpy().tobytes()
+
+
+@pytest.mark.engine("qwen3_moe", max_model_len=2048, block_size=32)
+def test_each_turn_brings_the_rows_of_its_new_tokens_only(run: Run) -> None:
+    """Two sessions take the same 20 turns; of one, the engine is asked for all rows at each."""
+    sessions = {name: run.server.session(name) for name in ("new", "whole")}
+    counts: dict[str, list[int]] = {name: [] for name in sessions}
+
+    def asking(name: str) -> Any:
+        async def generate(sampling_params: Any, **arguments: Any) -> Completion:
+            params = sampling_params.clone()
+            if name == "whole":
+                params.routed_experts_prompt_start = 0
+            completion = await run.engine.agenerate(sampling_params=params, **arguments)
+            counts[name].append(len(completion.outputs[0].routed_experts))
+            return completion
+
+        return generate
+
+    for name, session in sessions.items():
+        session.generate = asking(name)
+    chats: dict[str, list[dict[str, Any]]] = {name: [] for name in sessions}
+    for turn in range(20):
+        if turn == 12:
+            run.update(seed=1)  # from here on, the turns before are followed
+        for name, chat in chats.items():
+            chat.append({"role": "user", "content": f"And {turn} + {turn}? " + "Think. " * 5})
+            chat.append(run.ask(chat, session=name, max_tokens=16, temperature=0))
+    assert chats["new"] == chats["whole"]
+    (new,), (whole,) = (session.trajectories() for session in sessions.values())
+    for key in (("tokens", "full"), ("routed_experts", "full"), ("policy_versions", "full")):
+        assert torch.equal(whole[key], new[key]), key
+    torch.testing.assert_close(whole["log_probs", "full"], new["log_probs", "full"], rtol=0, atol=1e-5, equal_nan=True)
+    assert whole["resume"] == new["resume"] == "forced"
+    total = len(new["tokens", "full"])
+    whole_turns = counts["whole"]
+    assert whole_turns[-1] == total - 1
+    grown = [now - before for before, now in zip([0, *whole_turns], whole_turns, strict=False)]
+    for turn, (count, new_rows) in enumerate(zip(counts["new"], grown, strict=True)):
+        # a block of the cache is read again if it was not full, and everything after the update
+        assert new_rows <= count <= (whole_turns[turn] if turn == 12 else new_rows + 32), turn

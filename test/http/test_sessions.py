@@ -358,6 +358,23 @@ def test_any_bytes_that_were_sampled_are_sent_again(asked: str, turns: list[tupl
     assert trained(td) == [token for answer, is_cut, _ in turns for token in (answer if is_cut else [*answer, END])]
 
 
+def test_of_answers_that_begin_alike_the_one_that_came_back_is_continued() -> None:
+    """The first was cut inside a character; the second has a marker that no message shows."""
+    session, chat = new_session(), [{"role": "user", "content": "hi"}]
+    sent = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    answers = [([32, 0xC3], " "), ([*ids(" é"), TOKENIZER.pad_token_id], " é"), (ids(" é!"), " é!")]
+    for sampled, content in answers:
+        message = {"role": "assistant", "content": content}
+        session.record(sent, completed(sent, sampled), messages=chat, message_returned=message)
+    more = "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    for sampled, content in answers:
+        rendered = [*sent, *ids(content + more)]
+        messages = [*chat, {"role": "assistant", "content": content}, {"role": "user", "content": "and?"}]
+        assert session.prompt_ids(rendered, messages) == [*sent, *sampled, *ids(more)]
+    # of text alone it is the longest that the prompt begins with
+    assert session.prompt_ids([*sent, *ids(" é!" + more)]) == [*sent, *ids(" é!" + more)]
+
+
 def test_an_answer_that_another_text_follows_is_left_as_rendered() -> None:
     session = new_session()
     call(session, ids("ab"), [*BAD, 99])
@@ -623,6 +640,40 @@ def test_an_answer_may_come_with_the_rows_of_its_last_tokens_only() -> None:
     (td,), (other,) = whole.trajectories(), parts.trajectories()
     np.testing.assert_array_equal(td["routed_experts", "full"], other["routed_experts", "full"])
     assert (td["resume"], other["resume"]) == ("live", "none")
+
+
+def test_the_rows_of_a_prompt_that_are_known() -> None:
+    session = new_session()
+    assert session.known_rows([1, 2]) == 0
+    call(session, [1, 2], [3, 4])
+    assert session.known_rows([1, 2]) == 2
+    assert session.known_rows([1, 9]) == 1
+    assert session.known_rows([9]) == 0
+    assert session.known_rows([1, 2, 3, 4, 5]) == 3  # 4 was sampled, and not read yet
+    call(session, [1, 2, 3, 4, 5], [6])
+    assert session.known_rows([1, 2, 3, 4, 5, 7]) == 5
+    dense = SessionStore(TOKENIZER).get("s")
+    call(dense, [1, 2], [3])
+    assert dense.known_rows([1, 2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "followed", "how"), [(1, 0, "none"), (2, 3, "forced"), (2, 2, "live"), (2, 0, "live")]
+)
+def test_rows_that_were_cached_are_not_sent_and_are_of_the_same_weights_or_were_followed(
+    version: int, followed: int, how: str
+) -> None:
+    session = new_session()
+    call(session, [1, 2], [3, 4], version=1)
+    before = session.trajectories()[0]["routed_experts", "full"]
+    rows = random_rows(3)
+    sent = completed([1, 2, 3, 4, 5], [6], version=version, rows=rows[-2:])
+    session.record([1, 2, 3, 4, 5], sent, followed=followed)
+    (td,) = session.trajectories()
+    assert td["resume"] == how
+    routes = td["routed_experts", "full"]
+    assert torch.equal(routes[:3], before[:3])
+    np.testing.assert_array_equal(routes[3:5, 1:], rows[-2:, 1:])
 
 
 def test_an_engine_without_routes() -> None:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torchrl_moe.http.harness import HarnessEnv as HarnessEnv
     from torchrl_moe.http.harness import run_process as run_process
     from torchrl_moe.http.server import HttpServer as HttpServer
-    from torchrl_moe.http.server import Limits as Limits
     from torchrl_moe.http.server import serve_http as serve_http
+    from torchrl_moe.http.sessions import Limits as Limits
     from torchrl_moe.http.trajectories import load_trajectories as load_trajectories
 
 __getattr__, __dir__, __all__ = attach(
@@ -19,7 +19,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "HarnessEnv": ".harness",
         "HttpServer": ".server",
-        "Limits": ".server",
+        "Limits": ".sessions",
         "load_trajectories": ".trajectories",
         "run_process": ".harness",
         "serve_http": ".server",

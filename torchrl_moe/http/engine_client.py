@@ -8,15 +8,18 @@ the service's completion becomes vLLM's ``RequestOutput``. What a handler does n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.protocol import EngineClient
@@ -28,7 +31,6 @@ from vllm.outputs import RequestOutput, SamplingMask, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.metrics.stats import RequestStateStats
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import (
@@ -41,7 +43,8 @@ from torchrl_moe.errors import (
     StaleReplicaError,
     TorchRLMoEError,
 )
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, KeptIds
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
+from torchrl_moe.modules.backends.sampling_fields import check_fields
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -49,19 +52,10 @@ if TYPE_CHECKING:
     from torchrl_moe.http.sessions import Session
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["CALL", "STATUS", "Answered", "Call", "NamedTokens", "ServiceClient", "frontend_config", "http_error"]
+__all__ = ["CALL", "Call", "NamedTokens", "ServiceClient", "frontend_config", "http_error"]
 
 
 # -- one call, beside what vLLM's handlers pass on --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """One request of the engine, and its answer."""
-
-    prompt_ids: list[int]
-    completion: Completion
-    sampling_params: SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +73,8 @@ class Call:
     wants_routes: bool = False
     is_text: bool = True
     tokens: int = 0  # that it may take at most, counted against the server's limit
-    answered: list[Answered] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)  # of the tokens of its answers
+    records: list[Callable[..., None]] = field(default_factory=list)  # its answers, without the messages they became
 
 
 CALL: ContextVar[Call] = ContextVar("CALL")
@@ -139,6 +134,7 @@ def frontend_config(
         arguments: the engines' arguments; those that concern an engine alone are left out.
         served_names: what clients call the model.
     """
+    logging.getLogger("vllm").setLevel(envs.VLLM_LOGGING_LEVEL)  # vLLM itself does so where it makes an engine
     given = {name: arguments[name] for name in OF_MODEL if arguments.get(name) is not None}
     with _compat.environment_kept():  # it has no engine, and its replicas inherit it
         names = list(served_names)
@@ -151,6 +147,10 @@ def frontend_config(
 def _not_here(_: EngineClient, *args: object, **kwargs: object) -> NoReturn:
     what = f"what was asked with {args} and {kwargs} is its owner's to do"
     raise GracefulHTTPError(f"this server does not control its engine: {what}", HTTPStatus.NOT_IMPLEMENTED)
+
+
+async def _nothing(_: EngineClient, *args: object, **kwargs: object) -> None:
+    """Do nothing."""
 
 
 # -- the client -------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class ServiceClient(EngineClient):
         try:
             if call.session is not None and call.is_text:
                 ids = call.session.prompt_ids(ids, call.messages)
-            params = self._checked(sampling_params, len(ids), call)
+            params = self._checked(sampling_params, ids, call)
             where = self._where(call, session_id)
         except TorchRLMoEError as error:
             raise http_error(error) from error
@@ -238,8 +238,9 @@ class ServiceClient(EngineClient):
         """Note that a call has ended."""
         self.tokens -= call.tokens
 
-    def _checked(self, given: SamplingParams, prompt_tokens: int, call: Call) -> SamplingParams:
+    def _checked(self, given: SamplingParams, ids: Sequence[int], call: Call) -> SamplingParams:
         """Return the parameters that the engine gets."""
+        prompt_tokens, start = len(ids), given.routed_experts_prompt_start
         if prompt_tokens >= self.model_config.max_model_len:
             raise VLLMValidationError(
                 f"the prompt has {prompt_tokens} tokens, and the model's maximum context length is "
@@ -252,13 +253,25 @@ class ServiceClient(EngineClient):
                 "for logprobs=true in a chat, logprobs=0 elsewhere",
                 parameter="logprobs",
             )
+        vocabulary = self.model_config.get_vocab_size()
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise VLLMValidationError(f"the prompt has ids outside 0..{vocabulary - 1}", parameter="prompt")
+        if start > prompt_tokens:
+            raise VLLMValidationError(
+                f"routed_experts_prompt_start={start} is beyond the prompt's {prompt_tokens} tokens",
+                parameter="routed_experts_prompt_start",
+            )
         params = given.clone()
         params.logprobs = None if given.logprobs is None and call.session is None else 0
         params.max_tokens = min(
             self.model_config.max_model_len - prompt_tokens,
             self.model_config.max_model_len if params.max_tokens is None else params.max_tokens,
         )
-        params.routed_experts_prompt_start = 0  # cut off here: a session keeps all rows
+        if call.session is not None:
+            known = call.session.known_rows(ids)
+            params.routed_experts_prompt_start = min(start, known) if call.wants_routes else known
+        check_fields(params)  # now, since a stream that has begun has status 200
+        params.verify(self.model_config, None, None, None)
         if params.extra_args:  # a session's name is no parameter of sampling
             params.extra_args = {k: v for k, v in params.extra_args.items() if k != "session_id"} or None
         return params
@@ -291,11 +304,12 @@ class ServiceClient(EngineClient):
             "timeout_seconds": self._timeout,
             **where,
         }
+        rows = None
         if session is not None:
             generate = session.generate or generate
-            rows = session.routes_to_follow(ids, self.engine.replica_table.latest_version)
-            if rows is not None and not self.engine.infos[0].forced_routing_unavailable_reason:
-                arguments["routed_experts"] = rows
+            if not self.engine.infos[0].forced_routing_unavailable_reason:
+                rows = session.routes_to_follow(ids, self.engine.replica_table.latest_version)
+            arguments["routed_experts"] = rows
         news: asyncio.Queue[Completion | None] = asyncio.Queue()
         if deltas.streams and (session is None or session.generate is None):
             arguments["on_part"] = news.put_nowait
@@ -310,26 +324,27 @@ class ServiceClient(EngineClient):
                 while (part := await news.get()) is not None:
                     if (delta := deltas.of_part(part)) is not None:
                         yield delta
-                completion = await self._result(task, session)
-                answered = Answered(prompt_ids=ids, completion=completion, sampling_params=params)
-                call.answered.append(answered)
-                if session is not None and call.messages is None:
-                    session.record(ids, completion, sampling_params=params)
+                completion = await task
+                for output in completion.outputs:
+                    call.versions |= set(output.policy_versions.tolist())
+                if session is not None:
+                    followed = 0 if rows is None else len(rows)
+                    record = partial(session.record, ids, completion, sampling_params=params, followed=followed)
+                    if call.messages is None:
+                        record()
+                    else:  # once it is known which messages its client gets
+                        call.records.append(record)
             yield deltas.of_whole(completion)
         except TorchRLMoEError as error:
             raise http_error(error) from error
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            is_gone = current is not None and current.cancelling() > 0  # the client, too: nobody asks for an error
+            if session is not None and session.is_closed and not is_gone:
+                raise GracefulHTTPError("the session was closed meanwhile", HTTPStatus.CONFLICT) from None
+            raise
         finally:
             task.cancel()
-
-    async def _result(self, task: asyncio.Task[Completion], session: Session | None) -> Completion:
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if session is not None and session.is_closed:
-                raise SessionClosedError("the session was closed while this request was under way") from None
-            raise
-        except (ValueError, TypeError) as error:
-            raise VLLMValidationError(str(error)) from error
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -339,14 +354,11 @@ class ServiceClient(EngineClient):
         return self.engine.is_running
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether it was shut down."""
-        return not self.engine.is_running
-
-    @property
     def errored(self) -> bool:
         """Whether no request can be answered any more."""
         return not self.engine.is_running
+
+    is_stopped = errored
 
     @property
     def dead_error(self) -> BaseException:
@@ -371,16 +383,9 @@ class ServiceClient(EngineClient):
         del lora_request
         return True
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Do nothing: a request ends with its generator."""
-
-    async def do_log_stats(self) -> None:
-        """Do nothing: the service has metrics of its own."""
-
-    async def notify_kv_transfer_request_rejected(
-        self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
-    ) -> None:
-        """Do nothing: no KV cache is transferred."""
+    abort = _nothing  # a request ends with its generator
+    do_log_stats = _nothing  # the service has metrics of its own
+    notify_kv_transfer_request_rejected = _nothing  # no KV cache is transferred
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the renderer's threads; the service is its owner's."""
@@ -446,13 +451,15 @@ class _Deltas:
     def _output(self, output: CompletionOutput, text: str, first: int, finish_reason: str | None) -> VLLMOutput:
         token_ids = output.token_ids[first:].tolist()
         rows = output.routed_experts if self._wants_routes else None
+        if rows is not None:  # they are those of the last tokens
+            rows = rows[max(self._first_row - (len(self._prompt) + len(output.token_ids) - 1 - len(rows)), 0) :]
         return VLLMOutput(
             index=output.index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=None,
             logprobs=_logprobs(token_ids, output.logprobs, first) if self._logprobs else None,
-            routed_experts=None if rows is None else rows[self._first_row :],
+            routed_experts=rows,
             finish_reason=finish_reason,
             stop_reason=output.stop_reason if finish_reason is not None else None,
             sampling_mask=_mask(output.kept, first, self._vocabulary) if self._wants_routes else None,
@@ -467,7 +474,6 @@ class _Deltas:
             prompt_logprobs=None,
             outputs=outputs,
             finished=finished,
-            metrics=_stats(of.metrics) if finished else None,
             num_cached_tokens=of.num_cached_tokens,
         )
 
@@ -498,14 +504,3 @@ def _spans(versions: Any) -> list[WeightVersionSpan]:
         spans.append(WeightVersionSpan(str(version), start, start + length))
         start += length
     return spans
-
-
-def _stats(metrics: CompletionMetrics) -> RequestStateStats:
-    """Return vLLM's time stamps; ours are durations, so its clock begins with the request."""
-    begun = 1.0  # 0 means that a stage was not reached
-    return RequestStateStats(
-        queued_ts=begun,
-        scheduled_ts=begun + metrics.queue_seconds,
-        first_token_ts=begun + metrics.first_token_seconds,
-        last_token_ts=begun + metrics.total_seconds,
-    )

@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -26,7 +26,7 @@ from torchrl_moe._checks import LONGEST, check_number
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentTimeoutError, Generate, too_many_turns
 from torchrl_moe.collectors.workflow import Clock, Workflow, finite, number_of
 from torchrl_moe.http.server import HttpServer, serve_http
-from torchrl_moe.http.sessions import Session, SessionStore
+from torchrl_moe.http.sessions import Session
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import fields_of
 from torchrl_moe.modules.policies.prompts import Prompts, text_entry
@@ -44,18 +44,6 @@ Harness: TypeAlias = "Callable[[str, dict[str, Any]], Awaitable[float | None]]"
 
 ``base_url`` is OpenAI's, of a session of its own; Anthropic's has no ``/v1`` at its end. ``row`` is a row of the data.
 """
-
-
-class Server(Protocol):
-    """What a harness needs of an HTTP server."""
-
-    @property
-    def url(self) -> str:
-        """Where it listens, without a path."""
-
-    @property
-    def sessions(self) -> SessionStore:
-        """Its sessions."""
 
 
 class HarnessEnv(Workflow):
@@ -95,7 +83,7 @@ class HarnessEnv(Workflow):
     def __init__(
         self,
         run: Harness,
-        server: Server | None = None,
+        server: HttpServer | None = None,
         *,
         serve_options: Mapping[str, Any] | None = None,
         deadline: float | None = None,
@@ -130,7 +118,7 @@ class HarnessEnv(Workflow):
             self._loops.add(loop)
             loop.set_default_executor(self._new_threads())  # of asyncio.to_thread
         generate_kwargs.pop("return_routed_experts", None)  # a session keeps them
-        server: Server | None = self._server or self._own
+        server = self._server or self._own
         if server is None:
             server = await asyncio.to_thread(self._started, policy.engine)
         session = server.sessions.get(f"harness-{uuid.uuid4().hex}")

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Session", "SessionStore"]
+__all__ = ["Limits", "Session", "SessionStore"]
 
 Message: TypeAlias = Mapping[str, Any]
 REASONING = ("reasoning", "reasoning_content")
 """Entries of a message that clients may leave out when they send it back: OpenAI's API has no place for them."""
-HEAD = 16
+HEAD, HALF = 16, 4
 CUT = "\ufffd"
 """What half of a character is decoded to."""
 LONGEST_ID = 256
@@ -140,7 +141,7 @@ class Session:
           such as the reasoning of earlier turns. A client may leave out reasoning, but not change it.
 
         Otherwise the rendered ids are sent as they are, and a branch begins. Of several such answers, the one with most
-        answers before it counts, then the newest.
+        answers before it counts, then one that was returned as it is, then the longest, then the newest.
 
         Args:
             rendered_ids: ``[P]``, the whole prompt.
@@ -155,7 +156,8 @@ class Session:
             node, rest = self._continued(rendered)
             if messages:
                 said = self._answer_to(messages, rendered)
-                if said is not None and said[0].answers > node.answers:
+                # of as many answers, those that were returned word for word: a text may begin with that of others, too
+                if said is not None and said[0].answers >= node.answers:
                     node, rest = said
             ids = np.concatenate([node.path_ids(), rest]) if node.answers else rendered
             self._check_room(len(ids) - self._tree.place(ids).matched)
@@ -178,6 +180,11 @@ class Session:
         """
         with self._lock:
             return self._tree.routes_to_follow(_as_ids(prompt_ids), version)
+
+    def known_rows(self, prompt_ids: Sequence[int]) -> int:
+        """Return how many tokens at the start of a prompt have routes here: ``routed_experts_prompt_start``."""
+        with self._lock:
+            return self._tree.known_rows(_as_ids(prompt_ids))
 
     @contextmanager
     def under_way(self, cancel: Callable[[], object]) -> Iterator[None]:
@@ -206,6 +213,7 @@ class Session:
         messages: Sequence[Message] | None = None,
         message_returned: Message | Sequence[Message] | None = None,
         sampling_params: object = None,
+        followed: int = 0,
     ) -> None:
         """Add a call: its prompt, and an answer for each choice. Aborted and empty answers are left out.
 
@@ -215,6 +223,7 @@ class Session:
             messages: the chat of the prompt, as the client sent it.
             message_returned: what the client was given for the answer; of several choices, one each, in their order.
             sampling_params: what the engine was asked with, a mapping or vLLM's object.
+            followed: tokens of the prompt whose experts the engine was given.
 
         Raises:
             SessionClosedError: it is closed.
@@ -241,7 +250,7 @@ class Session:
             self.num_calls += 1
             asked = self._tree.add_prompt(prompt)
             for output in outputs:
-                node = self._tree.add_answer(asked, completion, output, rows[output.index], params)
+                node = self._tree.add_answer(asked, completion, output, rows[output.index], params, followed)
                 # an answer with ends of turns inside, as there may be if they are ignored, is not one message
                 if conversation is not None and returned and not self._tree.count_ends(node.ids[:-1]):
                     message = returned[completion.outputs.index(output)]
@@ -332,11 +341,15 @@ class Session:
         reached = [best]
         while reached:
             node, rest = reached.pop()
-            if node.answer is not None and node.answers > best[0].answers:
+            if node.answer is not None and (node.answers, -len(rest)) > (best[0].answers, -len(best[1])):
                 best = node, rest
             for child in node.children:  # the newest is popped first
                 same = np.array_equal(child.ids, rest[: len(child.ids)])
-                left = rest[len(child.ids) :] if same else self._after_text(child, rest)
+                # half a character may begin like the mark that stands for it in the text that came back
+                is_half = same and self._decode(child.ids[-HALF:]).endswith(CUT)
+                left = None if same and not is_half else self._after_text(child, rest)
+                if left is None and same:
+                    left = rest[len(child.ids) :]
                 if left is not None:
                     reached.append((child, left))
         return best
@@ -427,6 +440,44 @@ def _length_after_last(ids: Ids, wanted: Ids) -> int:
 
 
 # -- all sessions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What clients may ask for; beyond it they get status 429, or 413 for a body, 400 for ``answers``.
+
+    Attributes:
+        requests: under way at a time, of all clients.
+        requests_per_session: under way at a time, of one session.
+        tokens: that requests under way may take together: their prompts, and ``n`` times their ``max_tokens``.
+        answers: the largest ``n``.
+        body_bytes: of a request.
+        sessions: at a time.
+        tokens_per_session: that are kept, each once.
+        session_seconds: after which a session that nobody uses is forgotten.
+        request_seconds: that a request may take; ``None``: no limit.
+        client_seconds: that a client may take to send a piece of its request, or to read a piece of its answer.
+    """
+
+    requests: int = 4096
+    requests_per_session: int = 256
+    tokens: int = 1 << 26
+    answers: int = 128
+    body_bytes: int = 32 << 20
+    sessions: int = 4096
+    tokens_per_session: int = 1 << 22
+    session_seconds: float = 3600.0
+    request_seconds: float | None = None
+    client_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            is_time = one.name.endswith("_seconds")
+            value = getattr(self, one.name)
+            if is_time:
+                check_number(one.name, value, above=0, none=one.name == "request_seconds")
+            else:
+                check_number(one.name, value, 1, whole=True)
 
 
 class SessionStore:

@@ -145,11 +145,21 @@ class TokenTree:
         if self.layout is None or not matched:
             return None
         rows = last.path_routes()[:matched]
-        follow = rows[:, self.layout.moe_layers[0], 0] != UNSET_EXPERT
+        follow = ~self._is_unset(rows)
         if version is not None:
             follow &= np.concatenate([node.routed_by for node in last.path()])[:matched] != version
         found = np.flatnonzero(follow)
         return rows[: found[-1] + 1] if len(found) else None
+
+    def known_rows(self, prompt: Ids) -> int:
+        """Return how many tokens at the start of a prompt have routes."""
+        matched, node, begun = self.place(prompt)
+        for one in (node if begun is None else begun).path() if self.layout else ():
+            assert one.routes is not None
+            unset = np.flatnonzero(self._is_unset(one.routes))
+            if len(unset):
+                return min(one.start + int(unset[0]), matched)
+        return matched if self.layout else 0
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node."""
@@ -184,6 +194,7 @@ class TokenTree:
         output: CompletionOutput,
         rows: Rows | None,
         sampling_params: Mapping[str, Any],
+        followed: int,
     ) -> Node:
         """Add an answer after its prompt. Two answers that begin alike were sampled twice: they share no node."""
         assert output.logprobs is not None
@@ -199,7 +210,7 @@ class TokenTree:
         node = self._child(asked, output.token_ids.astype(np.int32), answer)
         self.answers.append(node)
         if rows is not None:
-            self._learn(node, answer, rows)
+            self._learn(node, answer, rows, followed)
         return node
 
     def _split(self, node: Node, count: int) -> Node:
@@ -228,29 +239,33 @@ class TokenTree:
         self.num_tokens += len(ids)
         return node
 
-    def _learn(self, added: Node, answer: Answer, rows: Rows) -> None:
+    def _learn(self, added: Node, answer: Answer, rows: Rows, followed: int) -> None:
         """Fill in the routes that were unknown on an answer's path, and note how the engine read the known ones again.
 
-        The rows are those of the last tokens, without the answer's last.
+        The rows are those of the last tokens, without the answer's last. Those before were in the engine's cache, where
+        rows of other weights are only if they were followed.
         """
-        assert self.layout is not None
-        by, column = int(answer.versions[0]), self.layout.moe_layers[0]
-        first = added.stop - 1 - len(rows)
+        by, first = int(answer.versions[0]), added.stop - 1 - len(rows)
         for node in added.path():
-            start, stop = max(node.start, first), min(node.stop, first + len(rows))
-            if start >= stop:
-                continue
             assert node.routes is not None
-            span = slice(start - node.start, stop - node.start)
-            own, new = node.routes[span], rows[start - first : stop - first]
-            known = own[:, column, 0] != UNSET_EXPERT
-            if not _same_experts(own[known], new[known]):
+            read = node.routes[: added.stop - 1 - node.start]
+            known = ~self._is_unset(read)
+            others = np.flatnonzero(known & (node.routed_by[: len(read)] != by))
+            cached = min(max(first - node.start, 0), len(read))
+            own, new = read[cached:], rows[max(node.start - first, 0) :][: len(read) - cached]
+            again = known[cached:]
+            is_live = (others[others < cached] + node.start >= followed).any()
+            if is_live or not _same_experts(own[again], new[again]):
                 answer.resume = "live"
-            elif (node.routed_by[span][known] != by).any():
+            elif len(others):
                 answer.resume = worst_resume(answer.resume, "forced")
-            own[~known] = new[~known]
-            if node is not added and not known.all():
+            own[~again] = new[~again]
+            if node is not added and not again.all():
                 node.read_by = by
+
+    def _is_unset(self, rows: Rows) -> NDArray[np.bool_]:
+        assert self.layout is not None
+        return np.asarray(rows[:, self.layout.moe_layers[0], 0] == UNSET_EXPERT)
 
     def _unset(self, tokens: int) -> Rows | None:
         layout = self.layout

@@ -535,7 +535,7 @@ class MoEGRPOTrainer(RunReports):
                 **{f"seconds_{phase}": value for phase, value in seconds.items()},
                 # groups that failed so far, in a reward or an environment, and what the first of them said
                 "failures": int(stats.get("collector/failures", 0)),
-                "first_failure": getattr(self.collector, "first_failure", None) or "",
+                "first_failure": (self.collector and self.collector.first_failure) or "",
                 **{name: value for name, value in stats.items() if "idle" in name},
             }
         )

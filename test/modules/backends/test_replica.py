@@ -25,6 +25,7 @@ from torchrl_moe.modules.backends.replica import (
     Request,
     leaves_ids_out,
     name_kept,
+    without_known_rows,
 )
 
 
@@ -49,6 +50,26 @@ def test_a_completion_is_aborted_if_one_answer_is() -> None:
     assert not completion(output(0), output(1, "length")).aborted
     assert completion(output(0), output(1, "abort")).aborted
     assert not completion().aborted
+
+
+@pytest.mark.parametrize(
+    ("start", "outputs", "first"),
+    [
+        (0, ["stop"], 0),
+        (1, ["stop"], 1),
+        (3, ["stop"], 1),  # one token was cached: the others were read again, perhaps by other experts
+        (3, ["abort"], 0),  # its rest follows all of them
+        (3, ["stop", "stop"], 0),  # each with hits of its own
+    ],
+)
+def test_rows_that_the_caller_has_are_left_out(start: int, outputs: list[str], first: int) -> None:
+    rows = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
+    given = completion(*(output(i, reason, routed_experts=rows) for i, reason in enumerate(outputs)))
+    request = Request(request_id="r", sampling_params={"routed_experts_prompt_start": start}, prompt="hi")
+    for one in without_known_rows(given, request).outputs:
+        assert one.routed_experts.tolist() == rows[first:].tolist()
+    without = completion(output())
+    assert without_known_rows(without, request).outputs[0].routed_experts is None
 
 
 @pytest.mark.parametrize("params", [{"n": 2}, SimpleNamespace(n=2)], ids=["mapping", "object"])

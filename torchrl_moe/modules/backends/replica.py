@@ -54,6 +54,7 @@ __all__ = [
     "name_kept",
     "nothing_yet",
     "this_process",
+    "without_known_rows",
 ]
 
 
@@ -385,7 +386,8 @@ class CompletionOutput:
     Shapes:
         - token_ids: int64 ``[G]``
         - logprobs: float32 ``[G]``, of the sampled tokens; ``None`` if none were asked for
-        - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it; ``None`` if not kept
+        - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it, or the last of these rows (see
+          :func:`without_known_rows`); ``None`` if not kept
         - policy_versions: int32 ``[G]``, version of the weights that produced each token
         - kept: the ids that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
 
@@ -461,6 +463,21 @@ class Completion:
             f"Completion(request_id={self.request_id!r}, prompt_tokens={len(self.prompt_token_ids)}, "
             f"cached={self.num_cached_tokens}, outputs={self.outputs})"
         )
+
+
+def without_known_rows(completion: Completion, request: Request) -> Completion:
+    """Leave out the rows that the request's caller has: ``routed_experts_prompt_start``, and no more than were cached.
+
+    So a long conversation sends the rows of its new tokens at each turn. What the engine has read again is sent again:
+    it may have been routed otherwise. An answer that was cut keeps all rows, which its rest follows, and so do several
+    answers to one prompt, of which each has hits of its own.
+    """
+    first = min(request.param("routed_experts_prompt_start") or 0, completion.num_cached_tokens)
+    if not first or completion.aborted or len(completion.outputs) != 1:
+        return completion
+    (output,) = completion.outputs
+    rows = output.routed_experts
+    return completion if rows is None else replace(completion, outputs=[replace(output, routed_experts=rows[first:])])
 
 
 def nothing_yet(request: Request) -> Completion:

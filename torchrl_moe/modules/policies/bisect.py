@@ -277,12 +277,13 @@ class EngineTrace:
         watch = _Watch(model)
         try:
             with evaluating(model), replay.replay(routes, measure=True):
-                model(input_ids=ids, use_cache=False)
+                logits = model(input_ids=ids, use_cache=False).logits[0, -1:]
             report = replay.report()
         finally:
             outputs = watch.end()
             if was_free:
                 replay.remove()
+        outputs["lm_head"] = logits.float().cpu().numpy()  # scaled and capped, as the engine's are
         shares = {layer: row["agreement"] for layer, row in report.items()}
         return outputs, {layer: share for layer, share in shares.items() if share is not None}
 

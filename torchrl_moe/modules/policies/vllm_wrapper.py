@@ -364,6 +364,8 @@ class vLLMWrapper(PolicyWrapper):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
         if keys.log_probs is not None and params.get("logprobs") is None:
             raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
+        if params.get("routed_experts_prompt_start"):
+            raise ValueError("routed_experts_prompt_start: a rollout has the experts of all its tokens: leave it out")
         if keys.log_probs is not None:
             refuse_changed_values(params)
         # text is decoded here from the ids; the engine needs it only to find a stop string

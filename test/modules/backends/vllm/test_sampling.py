@@ -96,12 +96,16 @@ def test_an_object_of_the_caller_is_left_as_it_was() -> None:
         ("logprobs", -1),
         ("prompt_logprobs", 0),
         ("prompt_logprob_token_ids", [[1], [2]]),
-        ("routed_experts_prompt_start", 3),
     ],
 )
 def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"SamplingParams\\({name}={re.escape(repr(value))}\\): a completion has the"):
         build(wrap(**{name: value}))
+
+
+@pytest.mark.parametrize("wrap", [dict, vllm_object])
+def test_vllm_gives_all_rows_which_an_answer_that_is_cut_follows(wrap: Callable[..., Any]) -> None:
+    assert build(wrap(routed_experts_prompt_start=3)).routed_experts_prompt_start == 0
 
 
 def test_an_engine_that_reports_no_kept_tokens_gives_no_log_probs_over_a_part_of_the_vocabulary() -> None:

@@ -100,7 +100,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "extra_args": (None, {}),
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
-    "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, []),
 }
 """Fields of vLLM that this engine does not serve -> values that ask for nothing."""
@@ -108,6 +107,7 @@ WITHOUT_EFFECT = {
     "flat_logprobs",
     "output_kind",
     "output_text_buffer_length",
+    "routed_experts_prompt_start",  # all rows of a prompt are of tokens that it has read
     "skip_clone",
     "skip_reading_prefix_cache",
     "spaces_between_special_tokens",

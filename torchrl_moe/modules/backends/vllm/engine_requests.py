@@ -30,6 +30,7 @@ from torchrl_moe.modules.backends.replica import (
     PauseMode,
     Request,
     nothing_yet,
+    without_known_rows,
 )
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.sampling_fields import OURS
@@ -320,7 +321,7 @@ class EngineRequests:
             return
         self._count(task.result(), time.monotonic() - running.started)
         self.counts["generated_tokens"] -= running.kept
-        self._send(task.result())
+        self._send(without_known_rows(task.result(), running.request))
 
     def _count(self, completion: Completion, seconds: float) -> None:
         self.counts["requests"] += 1

@@ -144,11 +144,10 @@ def _refuse_dropped(params: SamplingParams) -> None:
         "prompt_logprobs": log_probs,
         "logprob_token_ids": log_probs,
         "prompt_logprob_token_ids": log_probs,
-        "routed_experts_prompt_start": "a completion has the experts of all its tokens",
     }
     for name, instead in dropped.items():
         value = getattr(params, name)
-        if value is None or (name in ("logprobs", "routed_experts_prompt_start") and value == 0):
+        if value is None or (name == "logprobs" and value == 0):
             continue
         raise ValueError(f"SamplingParams({name}={value!r}): {instead}: leave it out")
 
@@ -181,6 +180,8 @@ def _build(spec: object, guided_options: object) -> SamplingParams:
             raise ValueError(f"guided_options must be vLLM's StructuredOutputsParams or a mapping, got {kind}")
         is_mapping = isinstance(guided_options, Mapping)
         params.structured_outputs = StructuredOutputsParams(**guided_options) if is_mapping else guided_options
+    # an answer that a weight update cuts follows all of its rows, so vLLM gives them all (see ``without_known_rows``)
+    params.routed_experts_prompt_start = 0
     # a cumulative kind loses answers for n > 1
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = params.logprobs is not None
