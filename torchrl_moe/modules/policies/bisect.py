@@ -39,7 +39,8 @@ ALIASES = {"block_sparse_moe": "mlp", "attn": "self_attn", "embedding": "embed_t
 """vLLM's names -> transformers'."""
 COMPARED = ("embed_tokens", "self_attn", "gate", "router", "mlp", "shared_experts", "lm_head")
 """Modules that are compared, besides norms and whole layers."""
-AS_LOG_PROBS = ("gate", "router", "lm_head")
+ROUTERS = ("gate", "router")
+AS_LOG_PROBS = (*ROUTERS, "lm_head")
 """Some families return a router's logits, others its probabilities: as log-probs they are the same."""
 CHOICE = "experts chosen"
 SUMMED = " and residual"
@@ -312,6 +313,10 @@ class _Watch:
             found = tensors[0]
             if _is_layer(operation) and len(tensors) > 1 and tensors[1].shape == found.shape:
                 self._note(operation + SUMMED, found + tensors[1])
+            if operation.endswith(ROUTERS):  # some return the scores of the chosen experts first, zero elsewhere
+                found = max(
+                    (one for one in tensors if one.shape == found.shape), key=lambda one: int(one.count_nonzero())
+                )
             self._note(operation, found)
 
         return hook
