@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(folder: Path, shelf: EngineShelf) -> Iterator[dict[str, Any]]:
     """What the loop leaves."""
     shelf.clear()
-    ((_, code),) = blocks(ROOT / "docs" / "loop.md")
+    (_, code), *_ = blocks(ROOT / "docs" / "loop.md")
     found: dict[str, Any] = {"__name__": "loop"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
