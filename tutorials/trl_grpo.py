@@ -1,7 +1,6 @@
 """TRL's GRPOTrainer with this package's engine and replay: log-probs follow the experts that the engine chose (R3).
 
-A tiny model learns to answer in letters, on a CPU; ``--live`` leaves the routers to themselves. Needs ``trl`` beside
-the package (requirements/trl.txt). docs/trl.md has a table of TRL's names, and the seams that this uses.
+A tiny model learns to answer in letters; ``--live`` leaves the routers alone. Needs requirements/trl.txt: docs/trl.md.
 """
 
 import sys
@@ -64,8 +63,8 @@ class R3Trainer(GRPOTrainer):
             with routers.replay(next(routes), attention_mask):
                 return model(attention_mask=attention_mask, **inputs)
 
-        model = model if self.live else following
-        return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, batch_size, **kwargs)
+        called = model if self.live else following
+        return super()._get_per_token_logps_and_entropies(called, ids, mask, keep, batch_size, **kwargs)
 
 
 def letters(completions, **_):  # TRL's kind of a reward; it works in MoEGRPOTrainer as it is
@@ -74,7 +73,8 @@ def letters(completions, **_):  # TRL's kind of a reward; it works in MoEGRPOTra
 
 if __name__ == "__main__":
     model = str(save_tiny_moe("runs/trl-moe"))
-    args = GRPOConfig("runs/trl", max_steps=20, logging_steps=1, learning_rate=1e-3, max_completion_length=12)
+    sizes = {"max_steps": 20, "gradient_accumulation_steps": 4, "max_completion_length": 12, "logging_steps": 1}
+    args = GRPOConfig("runs/trl", learning_rate=2e-3, use_cpu=not torch.cuda.is_available(), **sizes)
     data = Dataset.from_dict({"prompt": [f"{a} + {b} =" for a in range(10) for b in range(10)]})
     with AsyncVLLM.from_pretrained(model, dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=1 << 26) as engine:
         R3Trainer(model, letters, args, data, engine=engine, live="--live" in sys.argv).train()
