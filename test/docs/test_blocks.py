@@ -43,10 +43,7 @@ def test_what_is_not_run_says_why_and_is_little() -> None:
 def test_a_block_that_needs_ray_or_a_gpu_names_it() -> None:
     signs = {"needs Ray": 'backend="ray"', "needs a GPU": "devices=", "needs verifiers": "import verifiers"}
     wrong = [
-        (page.name, code)
-        for page in PAGES
-        for why, code in blocks(page)
-        if why in signs and signs[why] not in code
+        (page.name, code) for page in PAGES for why, code in blocks(page) if why in signs and signs[why] not in code
     ]
     assert wrong == []
 

@@ -1,7 +1,7 @@
 """``make house``: how large the house is, room by room, and how many files three everyday calls run through.
 
-It prints the table and writes it into ``docs/reference/design.md``. Counted by reading, but for the calls: those run here, over a
-fake engine, with a profiler that notes each function of the package.
+It prints the table and writes it into ``docs/reference/design.md``. Counted by reading, but for the calls: those run
+here, over a fake engine, with a profiler that notes each function of the package.
 """
 
 from __future__ import annotations

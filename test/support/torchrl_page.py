@@ -10,7 +10,7 @@ import torchrl
 from support.torchrl_differences import KINDS, LABELS, REASONS, Book, Pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "torchrl.md"
-HOW = "docs/reference/torchrl.md is not what the signatures say: PYTHONPATH=.:test python -m support.torchrl_page writes it"
+HOW = "torchrl.md is not what the signatures say: PYTHONPATH=.:test python -m support.torchrl_page writes it"
 SHOWN = re.compile(r"(?<=<!-- )(\w+) -->\n\n.*?\n\n(?=<!-- end of \1 -->)", re.DOTALL)
 
 

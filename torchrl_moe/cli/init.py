@@ -1,4 +1,4 @@
-"""``torchrl-moe init``: a folder with a run of your own, which trains as it is: settings, data, reward, and a README."""
+"""``torchrl-moe init``: a folder with a run of your own, which trains as it is: settings, data, reward, README."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ torchrl-moe train --config config.yaml engine.kind=transformers   # without vLLM
 | file | what to change |
 | --- | --- |
 | `config.yaml` | the model, and how it is trained; `--cfg` prints all settings |
-| `data.jsonl` | a row for each prompt: `prompt` is text, or a list of chat messages; all other columns go to the reward |
+| `data.jsonl` | a row for each prompt: `prompt` is text, or a list of chat messages; other columns go to the reward |
 | `reward.py` | the reward |
 
 Before you train a model of your own: `torchrl-moe doctor MODEL` says whether its routers can be replayed, and
