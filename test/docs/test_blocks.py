@@ -1,7 +1,8 @@
 """Each Python block of README and docs runs as it is pasted, but for those whose comment says what they need.
 
 A block without a comment runs after those above it on its page. The pages continue the loop of ``docs/loop.md``: they
-start with its names, after a step of it; a path is that of its model, and runs take one step. A comment above a block, ``<!-- not run: needs Ray -->``, says why not.
+start with its names, after a step of it; a path is that of its model, and runs take one step. A comment above a block,
+``<!-- not run: needs Ray -->``, says why not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def blocks(page: Path) -> list[tuple[str | None, str]]:
     return [(found["why"], found["code"]) for found in BLOCK.finditer(page.read_text(encoding="utf-8"))]
 
 
-WITH_BLOCKS = [page for page in PAGES if any(why is None for why, _ in blocks(page)) ]
+WITH_BLOCKS = [page for page in PAGES if any(why is None for why, _ in blocks(page))]
 
 
 def test_what_is_not_run_says_why_and_is_little() -> None:
