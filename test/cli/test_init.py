@@ -60,6 +60,6 @@ def test_the_folder_trains_as_it_is(shelf: EngineShelf, tmp_path: Path, monkeypa
     assert main(["train", "--config", "config.yaml", "steps=2"]) == 0
     with open("run/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["1", "2"]
+    assert [row["step"] for row in rows] == ["0", "1"]
     assert all(0 < float(row["reward"]) < 1 for row in rows)  # half taught: neither all right nor all wrong
     assert (tmp_path / "run" / "run" / "model" / "config.json").is_file()
