@@ -85,7 +85,7 @@ lint: venv ## check style, format and types
 	$(VENV) -m ruff format --check
 	$(VENV) -m mypy
 
-house: venv ## count the package by rooms, and the files that three calls run through; writes docs/design.md
+house: venv ## count the package by rooms, and the files that three calls run through; writes docs/reference/design.md
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.house
 
 format: venv ## fix what ruff can fix, and format

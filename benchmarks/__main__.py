@@ -1,4 +1,4 @@
-"""Run every benchmark, one process each, and write ``docs/benchmarks.md``: ``python -m benchmarks [name ...]``."""
+"""Run every benchmark, one process each, for ``docs/reference/benchmarks.md``: ``python -m benchmarks [name ...]``."""
 
 from __future__ import annotations
 

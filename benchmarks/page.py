@@ -1,4 +1,4 @@
-"""``docs/benchmarks.md``: what each benchmark measures, and the last record of it, with machine and date.
+"""``docs/reference/benchmarks.md``: what each benchmark measures, and the last record of it, with machine and date.
 
 ``python -m benchmarks.page`` writes it from the records in ``runs/bench``; ``make bench`` does so at its end. Where a
 benchmark has no record there, the page keeps the one that it has.
@@ -7,6 +7,7 @@ benchmark has no record there, the page keeps the one that it has.
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from benchmarks.report import RESULTS, Record, read_records, table
 __all__ = ["PAGE", "listing", "names", "recorded", "summary", "write", "written"]
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+PAGE = HERE.parent / "docs" / "reference" / "benchmarks.md"
 NOT_BENCHMARKS = {"__init__", "__main__", "page", "report", "virtual_clock"}
 LISTED = re.compile(r"(?<=<!-- list -->\n\n).*?(?=\n\n<!-- end of list -->)", re.DOTALL)
 RECORDED = re.compile(r"^<!-- record of (\S+) -->\n\n(.*?)\n\n<!-- end of record -->$", re.DOTALL | re.MULTILINE)
@@ -40,12 +41,12 @@ def recorded(text: str) -> dict[str, str]:
 
 def listing(shown: Collection[str]) -> str:
     """One row per benchmark: what it measures, and where its results are; on this page if it is ``shown``."""
-    pages = {page.name: page.read_text(encoding="utf-8") for page in sorted(PAGE.parent.glob("*.md")) if page != PAGE}
-    pages["first_steps.md"] = (HERE.parent / "README.md").read_text(encoding="utf-8")  # which that page includes
+    files = (page for page in sorted(PAGE.parents[1].rglob("*.md")) if page != PAGE and "_build" not in page.parts)
+    pages = {os.path.relpath(page, PAGE.parent): page.read_text(encoding="utf-8") for page in files}
     lines = ["| benchmark | what it measures | results |", "| --- | --- | --- |"]
     for name in names():
         mention = re.compile(rf"benchmarks/{name}\.py|ARGS=\"?{name}\b")
-        links = [f"[{page.removesuffix('.md')}]({page})" for page, text in pages.items() if mention.search(text)]
+        links = [f"[{Path(page).stem}]({page})" for page, text in pages.items() if mention.search(text)]
         own = [f"[below](#{name.replace('_', '-')})"] if name in shown else []
         lines.append(f"| `{name}` | {summary(name)} | {', '.join(own + links)} |")
     return "\n".join([*lines, "", f"{len(shown)} of {len(names())} have a record on this page."])

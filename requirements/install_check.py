@@ -39,7 +39,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("install_check_program.py")
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 SHOWN = re.compile(r"(?<=<!-- install-check -->\n\n).*?(?=\n\n<!-- end of install-check -->)", re.DOTALL)
 MACHINE = "2 cores, x86_64, no GPU"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}

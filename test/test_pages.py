@@ -19,7 +19,7 @@ from torchrl_moe.cli.command import Command
 from torchrl_moe.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "reference").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?(?=\))")
 LOOP = ROOT / "docs" / "loop.md"
@@ -70,7 +70,7 @@ def names(block: str) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_uses_names_that_its_page_or_the_page_on_loops_defines(page: Path) -> None:
-    (loop,) = blocks(LOOP)
+    loop, *_ = blocks(LOOP)
     known = set(dir(builtins)).union(*(names(block)[0] for block in blocks(page)))
     if LOOP.name in [Path(path).name for path, _ in LINK.findall(prose(page))]:
         known |= names(loop)[0]
@@ -87,8 +87,8 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def test_a_strategy_of_ones_own_runs_as_shown() -> None:
-    block = next(block for block in blocks(ROOT / "docs" / "balancing.md") if "class EvaluationApart" in block)
-    exec(compile(block, "balancing.md", "exec"), {})
+    block = next(block for block in blocks(ROOT / "docs" / "service.md") if "class EvaluationApart" in block)
+    exec(compile(block, "service.md", "exec"), {})
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -142,7 +142,7 @@ def test_a_message_that_is_gone_would_be_found() -> None:
 
 
 def test_the_glossary_has_each_term_once() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     body = re.search(r"```\{glossary\}\n(.*?)```", text, re.DOTALL)
     assert body is not None
     terms = [line for line in body[1].splitlines() if line and not line.startswith((" ", ":"))]

@@ -1,4 +1,4 @@
-"""docs/torchrl.md says of each parameter of TorchRL's what has become of it here, and says the truth."""
+"""docs/reference/torchrl.md says of each parameter of TorchRL's what has become of it here, and says the truth."""
 
 from __future__ import annotations
 

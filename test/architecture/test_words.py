@@ -1,6 +1,6 @@
 """What texts say: no word that the project has retired, and no path of the package that leads nowhere.
 
-``docs/glossary.md`` has the terms that are in use.
+``docs/concepts.md`` has the terms that are in use.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def conf() -> ModuleType:
         ("[a](../torchrl_moe/cli/services.py)", "[a](path:/../torchrl_moe/cli/services.py)"),
         ("[a](../Makefile#L3)", "[a](path:/../Makefile)"),
         ("[a](../tutorials/03_collectors.ipynb)", "[a](/notebooks/03_collectors.ipynb)"),
-        ("[a](ray.md#a), [b](#c), [d](https://x.org/../y)", "[a](/ray.md#a), [b](#c), [d](https://x.org/../y)"),
+        ("[a](replay.md#a), [b](#c), [d](https://x.org/../y)", "[a](/replay.md#a), [b](#c), [d](https://x.org/../y)"),
     ],
 )
 def test_a_link_to_a_source_leads_to_the_copy_in_the_site(conf: ModuleType, text: str, linked: str) -> None:

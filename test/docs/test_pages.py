@@ -61,7 +61,7 @@ def test_the_versions_are_those_of_the_projects_files() -> None:
 
 def test_the_benchmarks_page_lists_every_benchmark() -> None:
     text = benchmarks_page.PAGE.read_text(encoding="utf-8")
-    assert text == benchmarks_page.written(text, {}), "PYTHONPATH=. python -m benchmarks.page writes docs/benchmarks.md"
+    assert text == benchmarks_page.written(text, {}), "PYTHONPATH=. python -m benchmarks.page writes it"
     assert {*benchmarks_page.recorded(text)} <= {*benchmarks_page.names()}
 
 

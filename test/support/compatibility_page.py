@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, from what the tests hold. Run as a module, this writes them."""
+"""The tables of docs/reference/compatibility.md, from what the tests hold. Run as a module, this writes them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.releases import releases
 from support.served_families import SERVED, Served
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "compatibility.md"
-HOW = "docs/compatibility.md is out of date: PYTHONPATH=.:test python -m support.compatibility_page writes it"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
+HOW = "docs/reference/compatibility.md is out of date: PYTHONPATH=.:test python -m support.compatibility_page writes it"
 SHOWN = re.compile(r"(?<=<!-- )(versions|releases|counts|families) -->\n\n.*?\n\n(?=<!-- end of \1 -->)", re.DOTALL)
 OUTCOMES = {
     "exact": "follows",

@@ -1,7 +1,7 @@
 """``make house``: how large the house is, room by room, and how many files three everyday calls run through.
 
-It prints the table and writes it into ``docs/design.md``. Counted by reading, but for the calls: those run here, over a
-fake engine, with a profiler that notes each function of the package.
+It prints the table and writes it into ``docs/reference/design.md``. Counted by reading, but for the calls: those run
+here, over a fake engine, with a profiler that notes each function of the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 
 from support.sources import PACKAGE, ROOT, Source, package_sources, python_sources
 
-PAGE = ROOT / "docs" / "design.md"
+PAGE = ROOT / "docs" / "reference" / "design.md"
 SHOWN = re.compile(r"(?<=<!-- house -->\n\n).*?(?=\n\n<!-- end of house -->)", re.DOTALL)
 SMALL = 60
 HEAD = ["room", "lines", "files", f"under {SMALL} lines", "comment lines per 1000", "`Any`", "`getattr`, `hasattr`"]

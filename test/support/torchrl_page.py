@@ -1,4 +1,4 @@
-"""The tables of docs/torchrl.md. Run as a module, this writes them."""
+"""The tables of docs/reference/torchrl.md. Run as a module, this writes them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torchrl
 
 from support.torchrl_differences import KINDS, LABELS, REASONS, Book, Pair
 
-PAGE = Path(__file__).parents[2] / "docs" / "torchrl.md"
-HOW = "docs/torchrl.md is not what the signatures say: PYTHONPATH=.:test python -m support.torchrl_page writes it"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "torchrl.md"
+HOW = "torchrl.md is not what the signatures say: PYTHONPATH=.:test python -m support.torchrl_page writes it"
 SHOWN = re.compile(r"(?<=<!-- )(\w+) -->\n\n.*?\n\n(?=<!-- end of \1 -->)", re.DOTALL)
 
 

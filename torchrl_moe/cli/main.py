@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from torchrl_moe import __version__
-from torchrl_moe.cli import bisect, conformance, doctor, probe, serve, train
+from torchrl_moe.cli import bisect, conformance, doctor, init, probe, serve, train
 from torchrl_moe.cli import services as top
 from torchrl_moe.cli.command import BAD_USE, FINE, INTERRUPTED, Command, NamedStream, Output
 from torchrl_moe.cli.models import STDOUT, explain
@@ -23,7 +23,8 @@ from torchrl_moe.cli.models import STDOUT, explain
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: tuple[Command, ...] = (
-    doctor.COMMAND, probe.COMMAND, bisect.COMMAND, serve.COMMAND, top.COMMAND, train.COMMAND, conformance.COMMAND,
+    init.COMMAND, doctor.COMMAND, probe.COMMAND, bisect.COMMAND, serve.COMMAND, top.COMMAND, train.COMMAND,
+    conformance.COMMAND,
 )  # fmt: skip
 PROGRAM = "torchrl-moe"
 

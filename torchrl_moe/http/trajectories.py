@@ -1,6 +1,6 @@
 """From the tree of a session to the TensorDicts that losses take, and those as a file.
 
-The keys are those of docs/rollouts.md. A trajectory is a path from the root to a leaf, masked to the tokens that it is
+The keys are those of docs/loop.md. A trajectory is a path from the root to a leaf, masked to the tokens that it is
 trained on.
 """
 

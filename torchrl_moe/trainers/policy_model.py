@@ -269,7 +269,9 @@ def _from_pretrained(
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers returns an empty one where none is saved
-        raise ConfigError(f"model.source={source}: there is no tokenizer with the model")
+        raise ConfigError(
+            f"model.source={source}: there is no tokenizer with the model: tokenizer.save_pretrained({source!r})"
+        )
     return model, tokenizer, stored
 
 

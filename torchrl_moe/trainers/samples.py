@@ -100,6 +100,8 @@ class Rewards:
     def __init__(
         self, functions: Sequence[RewardFunction] | RewardFunction, weights: Sequence[float] | None = None
     ) -> None:
+        if not isinstance(functions, str | Iterable) and not callable(functions):
+            raise TypeError(f"rewards are functions, or names such as 'package.module:function', got {functions!r:.60}")
         given = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
         if not given:
             raise ValueError("there are no reward functions")

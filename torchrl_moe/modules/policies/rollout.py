@@ -1,4 +1,4 @@
-"""From completions to TensorDicts: one per answer, stacked lazily or padded. The keys are those of docs/rollouts.md.
+"""From completions to TensorDicts: one per answer, stacked lazily or padded. The keys are those of docs/loop.md.
 
 Letters: P prompt tokens, G response tokens, T = P + G, L decoder layers, K experts per token.
 """

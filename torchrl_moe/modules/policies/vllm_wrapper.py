@@ -113,7 +113,7 @@ class vLLMWrapper(PolicyWrapper):
             ``"R3"`` if the engine captures routes; text and chats never follow any.
         temperature: with ``generate=False``: the temperature at which tokens are scored; default: each sample's own.
 
-    Every key of ``docs/rollouts.md`` is written in every input mode; sequences of unequal length are a lazy stack.
+    Every key of ``docs/loop.md`` is written in every input mode; sequences of unequal length are a lazy stack.
     ``out_keys`` are TorchRL's keys, in its order; ``extra_keys`` are ours. Code that copies only ``out_keys``, such as
     TorchRL's collector with a policy on another device, copies both after ``policy.out_keys += policy.extra_keys``.
 

@@ -131,7 +131,10 @@ def _named(devices: Devices, visible: list[str], num_replicas: int, per_replica:
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise ValueError(f"devices={devices!r}: give a list with one entry per replica, such as [[0], [1]]")
     if not visible:
-        raise ValueError(f"devices={list(devices)!r}, but torch sees no CUDA device")
+        raise ValueError(
+            f"devices={list(devices)!r}, but torch sees no CUDA device: leave devices out on a CPU, or install torch "
+            "with CUDA"
+        )
     if len(devices) != num_replicas:
         raise ValueError(f"devices={list(devices)!r} has {len(devices)} entries, for {num_replicas} replicas")
     sets = []

@@ -2,7 +2,7 @@
 
 ``check(adapter, model=...)`` sends requests to the engine, compares its answers with what the same model computes in
 transformers, and reports for each check whether it holds and how far off the engine is.
-:mod:`~torchrl_moe.testing.conformance.plugin` is the same for pytest. See ``docs/conformance.md``.
+:mod:`~torchrl_moe.testing.conformance.plugin` is the same for pytest. See ``docs/engines.md``.
 """
 
 from typing import TYPE_CHECKING

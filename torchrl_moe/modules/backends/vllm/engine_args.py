@@ -218,6 +218,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     switched on if and only if the model has experts. On a CPU nothing is compiled, and the cache is small.
     ``router_dtype`` is ours: it travels to vLLM's workers in ``additional_config``.
     """
+    from pydantic import ValidationError
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -245,7 +246,15 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     _check_router_dtype(router_dtype)
     if router_dtype != "auto":
         engine_args.additional_config = {**(engine_args.additional_config or {}), ROUTER_DTYPE: router_dtype}
-    model_config = engine_args.create_model_config()
+    try:
+        model_config = engine_args.create_model_config()
+    except ValidationError as error:
+        # pydantic's text has lines of types and addresses; the first line of each cause says what is wrong
+        first = error.errors()[0]
+        said = first["msg"].removeprefix("Value error, ").splitlines()[0].rstrip(".")
+        where = f"{first['loc'][0]}={first['input']!r}: " if first["loc"] else ""
+        hint = "" if Path(engine_args.model).exists() else ": name a folder that holds config.json, or a hub name"
+        raise ValueError(f"vLLM does not take this model: {where}{said}{hint}") from error
     if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
         engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * _bytes_of_one(model_config))
         print(f"torchrl_moe: kv_cache_memory_bytes={size}: vLLM's default takes nearly all memory", flush=True)
@@ -254,7 +263,8 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     capture = arguments.get("enable_return_routed_experts", engine_args.aux_output_config.enabled or is_moe)
     if capture and not is_moe:
         raise ValueError(
-            f"enable_return_routed_experts=True, but {engine_args.model!r} has no experts: it is a dense model."
+            f"enable_return_routed_experts=True, but {engine_args.model!r} has no experts: it is a dense model. "
+            "Leave the argument out: routes are captured where there are any."
         )
     if capture:
         _check_capture(engine_args)

@@ -1,0 +1,112 @@
+"""The errors that a newcomer meets first: each is one sentence that names what was got and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_moe.errors import TorchRLMoEError
+from torchrl_moe.modules import AsyncVLLM, RouterReplay, TransformersWrapper
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.trainers import GRPOConfig, MoEGRPOTrainer, load_config
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}] * 4
+
+
+def right(completion: str) -> float:
+    return float(completion == "2")
+
+
+def trainer(
+    *, dataset: Any = ROWS, rewards: Any = right, model: Any = None, tokenizer: Any = None, **config: Any
+) -> Any:
+    """A run on the second engine, of a model in the folder ``moe``."""
+    given = {"log": {"loggers": []}, "engine": {"kind": "transformers"}, **config}
+    return MoEGRPOTrainer(model or "./moe", tokenizer=tokenizer, dataset=dataset, rewards=rewards, config=given)
+
+
+def without_template() -> Any:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = None
+    chats = [{"prompt": [{"role": "user", "content": "hi"}]}] * 4
+    return trainer(model=make_tiny_moe("qwen3_moe"), tokenizer=tokenizer, dataset=chats)
+
+
+def holds_a_run() -> Any:
+    Path("old").mkdir()
+    Path("old/metrics.csv").write_text("step\n1\n")
+    return trainer(out="old")
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no model's folder": (
+        lambda: AsyncVLLM.from_pretrained("./none"),
+        "no model at './none': .* model.save_pretrained",
+    ),
+    "no model's folder, in a run": (
+        lambda: trainer(model="./none"),
+        "no model in that folder, and names on the hub are",
+    ),
+    "a dense model": (lambda: RouterReplay(make_tiny_moe("qwen3")), "it is a dense model, .*set loss.replay=none"),
+    "an engine's argument": (
+        lambda: AsyncVLLM.from_pretrained("./moe", max_model_length=9),
+        "do you mean max_model_len",
+    ),
+    "an engine's name": (
+        lambda: AsyncVLLM.from_pretrained("./moe", engine="sglang"),
+        "must be one of vllm, transformers",
+    ),
+    "no GPU": (lambda: AsyncVLLM.from_pretrained("./moe", devices=[[0]]), "no CUDA device: leave devices out on a CPU"),
+    "no replicas": (lambda: AsyncVLLM.from_pretrained("./moe", num_replicas=0), "an integer from 1 to 65536, got 0"),
+    "a model without its tokenizer": (
+        lambda: trainer(model=make_tiny_moe("qwen3_moe")),
+        r"MoEGRPOTrainer\(model, tokenizer",
+    ),
+    "no chat template": (without_template, "set tokenizer.chat_template, or use texts as prompts"),
+    "a column that is not there": (
+        lambda: trainer(rewards=lambda completion, gold: 1.0),
+        "asks for 'gold'; there are .*'answer'",
+    ),
+    "a reward of nothing": (lambda: trainer(rewards=lambda: 1.0), "give it a parameter such as 'completion'"),
+    "a reward that is none": (lambda: trainer(rewards=3), "rewards are functions, or names such as .*, got 3"),
+    "a reward's module": (
+        lambda: trainer(rewards="my_rewards:exact"),
+        "there is no my_rewards.py, .*Start in its folder",
+    ),
+    "no reward": (
+        lambda: trainer(rewards=None),
+        "name a function, package.module:function, or give the trainer rewards",
+    ),
+    "no data": (lambda: trainer(dataset=None), "name a dataset, or give the trainer a dataset or an env"),
+    "empty data": (lambda: trainer(dataset=[]), "there are no rows to train on"),
+    "no data file": (lambda: trainer(dataset="none.jsonl"), "there is no file or folder 'none.jsonl'"),
+    "no prompts": (
+        lambda: trainer(dataset=[{"question": "?"}] * 4),
+        "no column 'prompt'; its columns are 'question': name",
+    ),
+    "a setting": (lambda: GRPOConfig(step=3), "there is no setting step: did you mean steps?"),
+    "a setting's kind": (lambda: trainer(steps="many"), "steps=many must be a whole number, at least 1"),
+    "a group of one": (lambda: trainer(rollout={"group_size": 1}), "group_size=1 must be a whole number, at least 2"),
+    "TRL's argument": (lambda: MoEGRPOTrainer("./moe", train_dataset=ROWS), "no train_dataset: here it is dataset="),
+    "a configuration": (lambda: load_config("tiny"), "there is no configuration tiny; the package has .*tiny_cpu"),
+    "an old run": (holds_a_run, "set resume=True to continue it, overwrite=True to replace it, or out to another"),
+    "a loss": (lambda: trainer(loss={"name": "PPOLoss"}), "loss.name=PPOLoss must be one of .*GRPOLoss"),
+    "a replay": (
+        lambda: TransformersWrapper(make_tiny_moe("qwen3_moe"), replay="r3"),
+        "must be one of .*'R3'.*, got 'r3'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_one_sentence_that_says_what_to_do(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny_moe("moe")
+    run, said = CASES[case]
+    with pytest.raises((ValueError, TypeError, TorchRLMoEError), match=said) as caught:
+        run()
+    assert len(str(caught.value).splitlines()) == 1
