@@ -142,7 +142,8 @@ def test_it_is_shown_whatever_has_become_of_it(
         raise RuntimeError("<script>")
 
     monkeypatch.setattr(collector, "stats", stats)
-    assert TableReader(collector._repr_html_()).rows["tbody"][-1] == ["metric", "not known", "RuntimeError('<script>')"]
+    # a group that failed because the engine had ended may have a line after it
+    assert ["metric", "not known", "RuntimeError('<script>')"] in TableReader(collector._repr_html_()).rows["tbody"]
     unmade = AsyncLLMCollector.__new__(AsyncLLMCollector)
     assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
 

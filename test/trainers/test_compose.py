@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from torchrl_moe.trainers.compose import CONFIGS, load_config
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict, import_function
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict
+from torchrl_moe.trainers.function_names import import_function
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 

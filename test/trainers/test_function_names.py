@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_moe.trainers.config import import_function, is_function_name
+from torchrl_moe.trainers.function_names import import_function, is_function_name
 
 
 @pytest.mark.parametrize("name", ["math:sqrt", "os.path:join", "my_task.rewards:Exact.judge", "_a:_b"])

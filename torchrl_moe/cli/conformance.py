@@ -53,7 +53,7 @@ def _named(name: str) -> EngineAdapter | Callable[[], EngineAdapter]:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise BadUse(f"--adapter {name}: write it as module:name, such as my_engine:MyAdapter")
-    from torchrl_moe.trainers.config import import_users_module
+    from torchrl_moe.trainers.function_names import import_users_module
 
     try:
         found: object = import_users_module(module_name)

@@ -18,7 +18,8 @@ try:
 except ImportError as error:
     raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
 
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, Settings, as_dict, look_in
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, Settings, as_dict
+from torchrl_moe.trainers.function_names import look_in
 
 __all__ = ["CONFIGS", "load_config", "saved_config"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 import tempfile
 import types
@@ -14,9 +13,7 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar, cast
 
 from torchrl_moe._checks import LONGEST, is_number, shown
@@ -27,8 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointConfig", "ConfigError", "DataConfig", "EngineConfig", "EvalConfig", "GRPOConfig", "HardwareConfig",
     "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig", "RolloutConfig",
-    "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "import_function", "import_users_module",
-    "is_function_name", "look_in", "nearest", "setting",
+    "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "nearest", "setting",
 ]  # fmt: skip
 
 
@@ -837,63 +833,3 @@ def as_dict(config: Settings) -> dict[str, object]:
 def as_yaml(config: GRPOConfig) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
     return str(yaml.safe_dump(as_dict(config), sort_keys=False))
-
-
-# Functions by name, ``"package.module:function"``, as a configuration file gives them.
-NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-def is_function_name(text: str) -> bool:
-    """Whether a text has the form of a function's name; the function need not exist.
-
-    >>> is_function_name("my_task.rewards:exact"), is_function_name("openai/gsm8k")
-    (True, False)
-    """
-    return NAME.fullmatch(text) is not None
-
-
-def look_in(folder: str | os.PathLike[str]) -> None:
-    """Look for users' modules in a folder first, from now on, as Python does in the folder of a script."""
-    path = os.path.abspath(folder)
-    if path not in map(os.path.abspath, sys.path):
-        sys.path.insert(0, path)
-
-
-def import_users_module(module: str) -> ModuleType:
-    """Import a module that a user names: the current folder is looked in first, see :func:`look_in`."""
-    look_in(os.curdir)
-    invalidate_caches()  # it may have been written a moment ago
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise ValueError(f"cannot import {module!r}: {error}") from error
-        # of the search path, the folders that are the user's own
-        folders = (os.path.abspath(one) for one in sys.path)
-        own = [one for one in folders if os.path.isdir(one) and not one.startswith((sys.prefix, sys.base_prefix))]
-        raise ValueError(
-            f"cannot import {module!r}: there is no {error.name}.py, and no package {error.name}, in {', '.join(own)}, "
-            "nor is one installed. Start in its folder, put it beside the YAML file, or add its folder to PYTHONPATH"
-        ) from error
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
-
-
-def import_function(name: str) -> Callable[..., Any]:
-    """Return a function by its name.
-
-    >>> import_function("math:sqrt")(4)
-    2.0
-    """
-    if not is_function_name(name):
-        raise ValueError(f"{name!r} is not the name of a function: write it as 'package.module:function'")
-    module_name, _, path = name.partition(":")
-    found: object = import_users_module(module_name)
-    for part in path.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise ValueError(f"there is no {name!r}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{name!r} is not a function but a {type(found).__name__}")
-    return found

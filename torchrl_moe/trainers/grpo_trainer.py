@@ -30,7 +30,8 @@ from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.trainers.checkpoints import Checkpoints, TrainedState
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, import_function, nearest
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, nearest
+from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.learner import Learner, advantages, in_rows, minibatches
 from torchrl_moe.trainers.policy_model import ModelLike, RolloutEngine, check_arguments, starting_model
 from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, pack, resumes_after_restart, shares, unpack

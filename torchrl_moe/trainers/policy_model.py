@@ -36,14 +36,8 @@ from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.launch import devices_of_trainer, ranks_here
 from torchrl_moe.trainers.checkpoints import exchange, steps_saved
-from torchrl_moe.trainers.config import (
-    ConfigError,
-    GRPOConfig,
-    LoRAConfig,
-    ModelConfig,
-    import_function,
-    is_function_name,
-)
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig
+from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.ranks import Placement
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme

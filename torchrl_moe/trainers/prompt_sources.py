@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.modules.policies.prompts import options_of, plain_message
-from torchrl_moe.trainers.config import import_function, is_function_name
+from torchrl_moe.trainers.function_names import import_function, is_function_name
 
 __all__ = [
     "HELD_OUT_SPLITS", "PromptSet", "Row", "Rows", "check_reasoning_task", "is_path", "is_reasoning_task",

@@ -77,7 +77,7 @@ def scale(name: str, by: float = 1.5) -> Callable[[PreTrainedModel], None]:
 def noise(name: str) -> Callable[[PreTrainedModel], None]:
     def change(model: PreTrainedModel) -> None:
         weight = model.get_parameter(name).data
-        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.std())
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(7)) * weight.std())
 
     return change
 
@@ -91,7 +91,7 @@ def epsilon(model: PreTrainedModel) -> None:
     ("fault", "first", "cause"),
     [
         (noise("model.embed_tokens.weight"), "embed_tokens", "the embedding's weights"),
-        (scale("model.embed_tokens.weight"), "layers.0", "a scaling of the embedding"),
+        (scale("model.embed_tokens.weight"), "layers.0.post_attention_layernorm", "the scaling of the embedding"),
         (epsilon, "layers.2.post_attention_layernorm", "epsilon"),
         (scale("model.layers.1.self_attn.o_proj.weight", 1.001), "layers.1.self_attn", "attention"),
         (noise("model.layers.3.mlp.gate.weight"), "layers.3.mlp.gate", "the router's weights"),

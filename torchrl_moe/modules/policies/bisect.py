@@ -35,9 +35,10 @@ __all__ = ["Bisection", "EngineTrace", "OperationGap", "bisect_mismatch"]
 Outputs: TypeAlias = Mapping[str, NDArray[np.float32]]
 """Operation -> what left it, ``[rows, width]``, in order of execution."""
 
+EMBEDDING = "embed_tokens"
 ALIASES = {"block_sparse_moe": "mlp", "attn": "self_attn", "embedding": "embed_tokens", "logits_processor": "lm_head"}
 """vLLM's names -> transformers'."""
-COMPARED = ("embed_tokens", "self_attn", "gate", "router", "mlp", "shared_experts", "lm_head")
+COMPARED = (EMBEDDING, "self_attn", "gate", "router", "mlp", "shared_experts", "lm_head")
 """Modules that are compared, besides norms and whole layers."""
 ROUTERS = ("gate", "router")
 AS_LOG_PROBS = (*ROUTERS, "lm_head")
@@ -58,7 +59,7 @@ JUMP = 30.0
 """An operation that multiplies the differences before it by this much differs itself, however little."""
 
 CAUSES: Mapping[str, str] = {
-    "embed_tokens": "the embedding's weights",
+    EMBEDDING: "the embedding's weights",
     CHOICE: "the routing rule: scoring, correction bias, groups, top-k",
     "gate": "the router's weights, and the dtype it computes in",
     "router": "the router's weights, and the dtype it computes in",
@@ -66,10 +67,10 @@ CAUSES: Mapping[str, str] = {
     "shared_experts": "the weights of the shared experts",
     "mlp": "the experts: weights, activation, how their outputs are weighted and summed",
     "lm_head": "the head's weights, and a scaling of logits",
-    "norm": "the norm's weight and epsilon",
+    "norm": "the norm's weight and epsilon, and the residual sum that it reads",
 }
 """The end of an operation's name -> what to look at if it is the first to differ."""
-RESIDUAL = "the residual sum, and a scaling of the embedding"
+RESIDUAL = "the residual sum"
 """The same of a whole layer."""
 
 
@@ -132,6 +133,8 @@ class Bisection:
         before = [one.relative for one in self.operations[: self.operations.index(self.first)] if not one.is_choice]
         apart = f"{self.first.relative:.1%} of rows" if self.first.is_choice else f"{self.first.relative:.1e} apart"
         cause = next((what for end, what in CAUSES.items() if self.first.name.endswith(end)), RESIDUAL)
+        if EMBEDDING in self.not_compared and self.first.name.startswith("layers.0"):
+            cause = f"the scaling of the embedding, and {cause}"
         return (
             f"The first to differ is {self.first.name}: {apart}, and what comes before it at most "
             f"{max(before, default=0.0):.1e}. Look at {cause}."
@@ -385,7 +388,7 @@ def _gap(name: str, ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> O
     if name.endswith("lm_head"):  # an engine may pad its vocabulary
         width = min(ours.shape[1], theirs.shape[1])
         ours, theirs = ours[:, :width], theirs[:, :width]
-    if ours.shape != theirs.shape or (name == "embed_tokens" and _are_scaled(ours, theirs)):
+    if ours.shape != theirs.shape or (name == EMBEDDING and _are_scaled(ours, theirs)):
         return None
     equal = float((ours == theirs).mean())
     if name.endswith(AS_LOG_PROBS):
