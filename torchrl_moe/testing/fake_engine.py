@@ -59,7 +59,7 @@ ROUTES = ("routed_experts", "full")
 
 def shift_routes(trainer: Any) -> None:
     """Give each token the experts of the token before it."""
-    trainer.collector.postproc = _on_routes(lambda routes: torch.cat([routes[-1:], routes[:-1]]))
+    _change_routes(trainer, lambda routes: torch.cat([routes[-1:], routes[:-1]]))
 
 
 def wrong_ids(trainer: Any) -> None:
@@ -68,7 +68,7 @@ def wrong_ids(trainer: Any) -> None:
     def other(routes: Tensor) -> Tensor:
         return torch.where(routes < 0, routes, (routes + 1) % (int(routes.max()) + 1))
 
-    trainer.collector.postproc = _on_routes(other)
+    _change_routes(trainer, other)
 
 
 def shuffle_advantages(trainer: Any) -> None:
@@ -83,13 +83,14 @@ def shuffle_advantages(trainer: Any) -> None:
     trainer.register_op("batch_process", shuffled)
 
 
-def _on_routes(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
+def _change_routes(trainer: Any, change: Callable[[Tensor], Tensor]) -> None:
     def changed(batch: TensorDictBase) -> TensorDictBase:
         for sample in batch.unbind(0):
             sample.set(ROUTES, change(sample.get(ROUTES)))
         return batch
 
-    return changed
+    if trainer.collector is not None:  # rank 0 alone has one
+        trainer.collector.postproc = changed
 
 
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)

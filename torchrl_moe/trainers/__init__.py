@@ -1,4 +1,4 @@
-"""Training runs (namesake: ``torchrl.trainers``): a GRPO trainer over TorchRL's ``Trainer``, its hooks and loggers."""
+"""Training runs (namesake: ``torchrl.trainers``): a GRPO trainer with TorchRL's stages of hooks and its loggers."""
 
 from typing import TYPE_CHECKING
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.collectors.workflow import EnvLike
@@ -266,7 +266,7 @@ class MoEGRPOTrainer(RunReports):
         except ValueError as error:
             raise ConfigError(f"hooks: {error}") from error
         self.clock, self.health, self.hooks = StepClock(), HealthMonitor(), Hooks(self._log)
-        self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
+        self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = self._step = 0
         self._has_ended = self._stops = self._is_asked_to_stop = self._is_interrupted = False
         self._batches: Iterator[TensorDictBase | None] | None = None
         self._process = os.getpid()
@@ -286,9 +286,7 @@ class MoEGRPOTrainer(RunReports):
                     refuse_older_run(_resumed(config, resumes), model)
                 # a launcher that starts all ranks again makes rank 0 resume, so the others ask it
                 self.config = _resumed(config, self.ranks.from_first(resumes, "whether to resume"))
-                self._build(model, tokenizer, engine, given, made)
-                for hook in set_up:
-                    hook(self)
+                self._build(model, tokenizer, engine, given, set_up, made)
             self._made = made.pop_all()
 
     def _build(
@@ -297,6 +295,7 @@ class MoEGRPOTrainer(RunReports):
         tokenizer: Tokenizer | None,
         engine: AsyncVLLM | None,
         given: Given,
+        set_up: Sequence[Callable[..., object]],
         made: ExitStack,
     ) -> None:
         """Make the model, what trains it, what generates, and what is kept of the run."""
@@ -335,13 +334,15 @@ class MoEGRPOTrainer(RunReports):
             ranks.meet("assembling the run", patient=True)
             # any mistake, on any rank, was noticed before this point; an older run is replaced by the first step's end
             self._restore(made)
+            self.record.loggers = loggers
+            self.progress = Progress(config)
+            for hook in set_up:
+                hook(self)
         except BaseException:
             # the run does not begin: the model that it would have started from goes too, after the engine
             if start is not None and ranks.is_first:
                 made.callback(shutil.rmtree, start, True)
             raise
-        self.record.loggers = loggers
-        self.progress = Progress(config)
 
     def _restore(self, made: ExitStack) -> None:
         """Continue from the newest checkpoint, if the run resumes; open its record, and give the engine its weights."""
@@ -365,7 +366,7 @@ class MoEGRPOTrainer(RunReports):
         if self.ranks.is_first:
             self.record = open_record(config, self.steps_done, self.rollout_engine.start)
         else:
-            self.record = RunRecord(folder, "")  # rank 0 writes it
+            self.record = RunRecord(folder, "", is_kept=False)  # rank 0 writes it
         started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
         # an engine that is lent, or that started from older weights, gets the trainer's before it answers
         if self.steps_done or not started_from_it:
@@ -391,18 +392,38 @@ class MoEGRPOTrainer(RunReports):
         """
         self.checkpoints.add(module_name, module)
 
+    @property
+    def _optim_count(self) -> int:
+        """Optimizer steps so far: TorchRL's own hooks read it."""
+        return self.learner.stepper.count
+
     def _log(self, values: Mapping[str, object]) -> None:
-        self.record.log(values, self.steps_done)
+        self.record.log(values, self._step)
 
     # -- a step
 
     def step(self) -> bool:
-        """Make one step of GRPO; return whether there was one. All ranks call it; :meth:`train` does, to the end."""
+        """Make one step of GRPO, and return true; false: the run is over. All ranks call it, as :meth:`train` does.
+
+        Raises:
+            RuntimeError: the run has ended, was shut down or interrupted.
+        """
+        if self._has_ended:
+            how = "continue with another trainer and config.resume=True"
+            raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
+        if self._stops or self.steps_done >= self.config.steps:
+            return False
+        with self.ranks.guard():
+            return self._make_step()
+
+    def _make_step(self) -> bool:
         config, clock = self.config, self.clock
-        clock.seconds = {}
+        clock.seconds, self._step = {}, self.steps_done
         # collect: rank 0 has the answers, with the experts that the engine chose
         with clock("generate"):
             collected = self._collected()
+        if collected is not None:
+            self._let_engine_sleep()
         with clock("score"):
             # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
             metrics: dict[str, float] = {}
@@ -416,8 +437,8 @@ class MoEGRPOTrainer(RunReports):
             metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
             self._refuse_a_fault(batch, metrics)
         # optimise in minibatches
+        batch = self.hooks.changed("batch_process", batch)
         with clock("train"):
-            batch = self.hooks.changed("batch_process", batch)
             self._optimise(batch)
         metrics |= self.learner.stepper.take_metrics()
         self.steps_done += 1
@@ -440,15 +461,21 @@ class MoEGRPOTrainer(RunReports):
         if self._batches is None:
             self._batches = iter(self.collector) if self.collector is not None else iter(())
         self.evaluation.begin(self.steps_done, not self._unsynced)
-        return next(self._batches, None)
+        try:
+            return next(self._batches, None)
+        except BaseException:
+            self._batches = None  # an iterator that has raised is at its end; the collector may not be
+            raise
+
+    def _let_engine_sleep(self) -> None:
+        """Free the engine's memory for the trainer, if so configured; it cannot evaluate meanwhile."""
+        if self.config.engine.sleep:
+            self.evaluation.wait()
+        self.rollout_engine.sleep()
 
     def _prepare(self, batch: TensorDictBase) -> tuple[TensorDictBase, dict[str, float]]:
         """Return a whole batch with advantages, and its metrics."""
         config = self.config
-        # an engine that sleeps while the trainer trains cannot evaluate beside it
-        if config.engine.sleep:
-            self.evaluation.wait()
-        self.rollout_engine.sleep()
         version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
         rows = sample_rows(batch)
         metrics = batch_metrics(rows, version)
@@ -495,17 +522,17 @@ class MoEGRPOTrainer(RunReports):
         run, optim = self.hooks.run, self.config.optim
         run("pre_steps_log", batch)
         run("pre_optim_steps")
-        losses: TensorDictBase | None = None
+        losses: list[TensorDictBase] = []
         for _ in range(optim.epochs):
             run("pre_epoch_log", batch)
             for part in minibatches(self.hooks.changed("pre_epoch", batch), optim.minibatches, self.ranks):
                 part = self.hooks.changed("process_optim_batch", part)
-                losses = self.learner.stepper.step(part)
+                losses.append(self.learner.stepper.step(part))
                 run("post_optim")
                 run("post_optim_log", part)
             run("post_epoch_log", batch)
             run("post_epoch")
-        run("post_optim_complete_log", self.learner.stepper.count, losses)
+        run("post_optim_complete_log", self.learner.stepper.count, _mean(losses))
 
     def _sync(self) -> None:
         """Send the weights to the engine: every few steps if so configured, and always those of the last step."""
@@ -525,7 +552,9 @@ class MoEGRPOTrainer(RunReports):
         if is_last:
             self.evaluation.begin(self.steps_done, not self._unsynced, is_last=True)
             metrics |= self.evaluation.take()
-        stats = {} if self.collector is None else self.collector.stats()
+        stats, first_failure = {}, None
+        if self.collector is not None:
+            stats, first_failure = self.collector.stats(), self.collector.first_failure
         row = self.record.add(
             {
                 "step": self.steps_done - 1,
@@ -536,7 +565,7 @@ class MoEGRPOTrainer(RunReports):
                 **{f"seconds_{phase}": value for phase, value in seconds.items()},
                 # groups that failed so far, in a reward or an environment, and what the first of them said
                 "failures": int(stats.get("collector/failures", 0)),
-                "first_failure": (self.collector and self.collector.first_failure) or "",
+                "first_failure": first_failure or "",
                 **{name: value for name, value in stats.items() if "idle" in name},
             }
         )
@@ -553,9 +582,6 @@ class MoEGRPOTrainer(RunReports):
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
-        if self._has_ended:
-            how = "continue with another trainer and config.resume=True"
-            raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
         grace = self.config.checkpoint.grace if self.config.checkpoint.every else 0
         with self.ranks.guard(), ExitStack() as ends:
             ends.callback(self.progress.end)
@@ -635,6 +661,12 @@ class MoEGRPOTrainer(RunReports):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _mean(losses: Sequence[TensorDictBase]) -> TensorDict:
+    """Return the mean of each loss term over the optimizer steps that have it."""
+    names = dict.fromkeys(name for one in losses for name in list(one.keys()))
+    return TensorDict({name: torch.stack([one[name] for one in losses if name in one]).mean(0) for name in names})
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -283,13 +283,14 @@ class TokenStepper:
         return bool(sample.get(loss.tensor_keys.advantage).any())
 
     def state_dict(self) -> dict[str, object]:
-        """Return the schedule's state and the number of skipped steps; the optimizer is a separate component."""
-        return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
+        """Return the schedule's state, and the numbers of steps; the optimizer is a separate component."""
+        return {"schedule": self.schedule.state_dict(), "skipped": self.skipped, "count": self.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the schedule and the number of skipped steps."""
+        """Restore the schedule and the numbers of steps."""
         self.schedule.load_state_dict(state_dict["schedule"])
         self.skipped = state_dict["skipped"]
+        self.count = state_dict.get("count", 0)  # not in the checkpoints of older versions
 
 
 def _adds_up(name: str) -> bool:

@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
+import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.record.loggers import Logger, get_logger
@@ -63,15 +64,23 @@ Row = dict[str, Any]
 class RunRecord:
     """One run's files: ``metrics.csv``, ``samples.jsonl``, ``config.yaml``, ``versions.json``."""
 
-    def __init__(self, folder: Path, config: str, before: int = 0, forget: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: str,
+        before: int = 0,
+        forget: Callable[[], None] = lambda: None,
+        is_kept: bool = True,
+    ) -> None:
         self.folder, self._config, self._before, self._forget = folder, config, before, forget
         self._has_begun = False
         self._lines: list[str] = []  # samples that are not in their file yet
-        folder.mkdir(parents=True, exist_ok=True)
+        if is_kept:  # by this process: another host may not be able to write there
+            folder.mkdir(parents=True, exist_ok=True)
         self.metrics, self.samples = folder / "metrics.csv", folder / "samples.jsonl"
         self.loggers: list[Logger] = []
         self._is_behind = False  # whether some rows are not in the file yet
-        self.rows: list[Row] = [row for row in self._read() if row["step"] < before]
+        self.rows: list[Row] = [row for row in self._read() if row["step"] < before] if is_kept else []
 
     def begin(self) -> None:
         """Write the files, in the place of an earlier run's; the first :meth:`add` does it otherwise. Idempotent."""
@@ -165,7 +174,7 @@ def _is_number(value: object) -> TypeGuard[float | Tensor]:
     """Whether a logger can take a value: a number, or a tensor of one. A switch, as TorchRL's ``log_pbar``, is none."""
     if isinstance(value, Tensor):
         return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _texts(sample: TensorDictBase) -> dict[str, str]:
@@ -563,8 +572,8 @@ class RunReports:
         try:
             self.plot().savefig(draft)
             os.replace(draft, figure)
-        except (ImportError, OSError) as error:
-            LOG.warning("no figure of step %d: %s", self.steps_done, error)
+        except Exception as error:  # noqa: BLE001  no figure is worth a run
+            LOG.warning("no figure of step %d: %r", self.steps_done, error)
 
     def to_pandas(self) -> DataFrame:
         """Return a ``DataFrame`` with a row for each step."""
@@ -592,5 +601,9 @@ class RunReports:
     def _repr_html_(self) -> str:
         """Return the last row as a table, for notebooks."""
         row = self.record.rows[-1] if self.record.rows else {}
-        cells = [(name, number_text(value)) for name, value in row.items() if value != ""]
+        cells = [
+            (name, value if isinstance(value, str) else number_text(value))
+            for name, value in row.items()
+            if value != ""
+        ]
         return html_table(repr(self), ("metric of the last step", "value"), cells, note="" if row else "no step yet")
