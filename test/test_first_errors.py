@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a setting": (lambda: GRPOConfig(step=3), "there is no setting step: did you mean steps?"),
     "a setting's kind": (lambda: trainer(steps="many"), "steps=many must be a whole number, at least 1"),
     "a group of one": (lambda: trainer(rollout={"group_size": 1}), "group_size=1 must be a whole number, at least 2"),
-    "TRL's argument": (lambda: MoEGRPOTrainer("./moe", train_dataset=ROWS), "no train_dataset: here it is dataset="),
+    "TRL's argument": (lambda: MoEGRPOTrainer("./moe", args=ROWS), "no args: here it is config="),
     "a configuration": (lambda: load_config("tiny"), "there is no configuration tiny; the package has .*tiny_cpu"),
     "an old run": (holds_a_run, "set resume=True to continue it, overwrite=True to replace it, or out to another"),
     "a loss": (lambda: trainer(loss={"name": "PPOLoss"}), "loss.name=PPOLoss must be one of .*GRPOLoss"),

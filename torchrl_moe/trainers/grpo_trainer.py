@@ -408,13 +408,16 @@ class MoEGRPOTrainer(RunReports):
         Raises:
             RuntimeError: the run has ended, was shut down or interrupted.
         """
-        if self._has_ended:
-            how = "continue with another trainer and config.resume=True"
-            raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
+        self._check_not_ended()
         if self._stops or self.steps_done >= self.config.steps:
             return False
         with self.ranks.guard():
             return self._make_step()
+
+    def _check_not_ended(self) -> None:
+        if self._has_ended:
+            how = "continue with another trainer and config.resume=True"
+            raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
 
     def _make_step(self) -> bool:
         config, clock = self.config, self.clock
@@ -582,6 +585,7 @@ class MoEGRPOTrainer(RunReports):
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
+        self._check_not_ended()
         grace = self.config.checkpoint.grace if self.config.checkpoint.every else 0
         with self.ranks.guard(), ExitStack() as ends:
             ends.callback(self.progress.end)

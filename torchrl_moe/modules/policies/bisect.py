@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -36,7 +38,19 @@ Outputs: TypeAlias = Mapping[str, NDArray[np.float32]]
 """Operation -> what left it, ``[rows, width]``, in order of execution."""
 
 EMBEDDING = "embed_tokens"
-ALIASES = {"block_sparse_moe": "mlp", "attn": "self_attn", "embedding": "embed_tokens", "logits_processor": "lm_head"}
+ALIASES = {
+    "block_sparse_moe": "mlp",
+    "feed_forward": "mlp",
+    "attn": "self_attn",
+    "embedding": EMBEDDING,
+    "logits_processor": "lm_head",
+}
+    "block_sparse_moe": "mlp",
+    "feed_forward": "mlp",
+    "attn": "self_attn",
+    "embedding": "embed_tokens",
+    "logits_processor": "lm_head",
+}
 """vLLM's names -> transformers'."""
 COMPARED = (EMBEDDING, "self_attn", "gate", "router", "mlp", "shared_experts", "lm_head")
 """Modules that are compared, besides norms and whole layers."""
@@ -60,7 +74,7 @@ JUMP = 30.0
 
 CAUSES: Mapping[str, str] = {
     EMBEDDING: "the embedding's weights",
-    CHOICE: "the routing rule: scoring, correction bias, groups, top-k",
+    CHOICE: "the routing rule: scoring, correction bias, groups, top-k, or the router's weights if it has no line",
     "gate": "the router's weights, and the dtype it computes in",
     "router": "the router's weights, and the dtype it computes in",
     "self_attn": "attention: weights, rotary embedding, mask, scaling",
@@ -180,11 +194,15 @@ def bisect_mismatch(
         engine: over vLLM, with ``enforce_eager=True``, that returns routes.
         model: the trainer's, a transformers MoE with the same weights. It is not changed.
         tokens: ids of the prompt ``[T]``, T >= 2, that the replica's prefix cache does not have.
-        actor_index: the replica.
+        actor_index: the replica. The others are left alone.
 
     Raises:
         ValueError: fewer than two tokens.
-        EngineError: the engine is not vLLM's, returns no routes, runs a compiled model, or read other rows meanwhile.
+        IndexError: there is no such replica.
+        EngineError: the engine is not vLLM's, returns no routes, runs a compiled model, or read other rows meanwhile;
+            or no operation has the same name on both sides.
+
+    What leaves each operation is copied to the driver in float32: about ``30 * T * L * hidden`` bytes.
     """
     return EngineTrace.of(engine, tokens, actor_index=actor_index).against(model)
 
@@ -213,21 +231,29 @@ class EngineTrace:
             raise ValueError(f"a prompt of two tokens at least, got {len(ids)}")
         if engine.routing_layout is None:
             raise EngineError("the engine returns no routes: enable_return_routed_experts must not be False")
+        on_workers = partial(engine.validate_model_params, actor_index=actor_index)
         try:
-            engine.validate_model_params(_watch)
-        except (EngineError, ValueError) as error:  # not vLLM's, for one
-            raise EngineError(f"the operations of this engine cannot be watched: {error}") from error
-        try:
+            on_workers(partial(_watch, rows=len(ids)))
             asked = {"max_tokens": 1, "temperature": 0.0}
             answer = engine.generate(ids, asked, actor_index=actor_index, use_tqdm=False)
-        finally:
-            workers = engine.validate_model_params(_seen)[actor_index]
+        except BaseException as error:
+            with suppress(Exception):  # the first error says more
+                on_workers(_seen)
+            if isinstance(error, EngineError | ValueError):  # not vLLM's, for one
+                raise EngineError(f"the operations of this engine cannot be watched: {error}") from error
+            raise
+        (workers,) = on_workers(_seen)
         outputs: dict[str, NDArray[np.float32]] = {}
         for of_worker in workers:
             outputs = {**of_worker["outputs"], **outputs}
+        if len(workers) > 1:  # each has a part of the sum over tensor ranks
+            outputs = {name: rows for name, rows in outputs.items() if not name.endswith("shared_experts")}
         read = {len(rows) for name, rows in outputs.items() if _is_layer(name)}
         if not read:
-            raise EngineError("the engine's model called no hooks: start it with enforce_eager=True")
+            raise EngineError(
+                "no layer of the engine's model was seen: it is compiled (start it with enforce_eager=True), or its "
+                "layers have other names than model.layers.N"
+            )
         if read != {len(ids)}:
             raise EngineError(
                 f"the engine read {sorted(read)} rows for a prompt of {len(ids)} tokens: it had other requests, or its "
@@ -258,7 +284,9 @@ class EngineTrace:
             found = [gap for one in ours if (gap := _gap(name, one, theirs[-len(one) :])) is not None]
             if found:
                 gaps.append(min(found, key=lambda gap: gap.relative))
-        compared = {gap.name for gap in gaps}
+        compared = {gap.name for gap in gaps if not gap.is_choice}
+        if not compared:
+            raise EngineError(f"no operation of {type(model).__name__} has a counterpart in the engine")
         narrower = max((getattr(torch, one) for one in dtypes), key=lambda one: torch.finfo(one).eps)
         return Bisection(
             operations=tuple(gaps),
@@ -278,7 +306,7 @@ class EngineTrace:
         replay = RouterReplay.of(model)
         ids = torch.tensor([self.tokens], device=model.device)
         routes = torch.from_numpy(self.routes.astype(np.int64))[None]
-        watch = _Watch(model)
+        watch = _Watch(model, len(self.tokens))
         try:
             with evaluating(model), replay.replay(routes, measure=True):
                 logits = model(input_ids=ids, use_cache=False).logits[0, -1:]
@@ -298,7 +326,8 @@ class EngineTrace:
 class _Watch:
     """Keeps what leaves the operations of a model, from its construction to :meth:`end`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self._most, self._is_full = rows, False
         self._outputs: dict[str, list[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
@@ -325,8 +354,13 @@ class _Watch:
         return hook
 
     def _note(self, operation: str, output: Tensor) -> None:
+        if self._is_full:
+            return
         # a copy: vLLM adds to its tensors in place
-        self._outputs.setdefault(operation, []).append(output.detach().float().cpu().clone())
+        kept = self._outputs.setdefault(operation, [])
+        kept.append(output.detach().float().cpu().clone())
+        # others' rows come too, perhaps until the next driver ends this: one step of them says so, more cost memory
+        self._is_full = _is_layer(operation) and sum(map(len, kept)) > self._most
 
     def end(self) -> dict[str, NDArray[np.float32]]:
         """Remove the hooks; return the outputs, ``[rows, width]``. Those of an unknown layout are left out."""
@@ -344,12 +378,12 @@ _WATCHES: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 """In a worker of the engine: its model -> what watches it."""
 
 
-def _watch(saved: Mapping[str, Tensor], model: nn.Module) -> None:
+def _watch(saved: Mapping[str, Tensor], model: nn.Module, rows: int) -> None:
     """Begin, in a worker."""
     del saved
     if (forgotten := _WATCHES.pop(model, None)) is not None:  # of a driver that has died
         forgotten.end()
-    _WATCHES[model] = _Watch(model)
+    _WATCHES[model] = _Watch(model, rows)
 
 
 def _seen(saved: Mapping[str, Tensor], model: nn.Module) -> dict[str, object]:

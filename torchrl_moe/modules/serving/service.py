@@ -651,12 +651,19 @@ class GenerationService:
         self.collective_rpc("torchrl_moe_save_params")
 
     def validate_model_params(
-        self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], object]
+        self,
+        function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], object],
+        *,
+        actor_index: int | None = None,
     ) -> list[list[Any]]:
         """Run a check of yours inside every worker: ``function(saved_params, model)``.
 
         The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
         trust this process. Names and layouts are vLLM's: fused projections, packed experts.
+
+        Args:
+            function: the check.
+            actor_index: the one replica to run it in; default: all.
 
         Returns:
             What the function returned, which must be plain data: one list per replica, with one value per worker.
@@ -668,7 +675,13 @@ class GenerationService:
 
         from torchrl_moe.modules.backends.process import link
 
-        answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
+        method, args = "torchrl_moe_validate", (cloudpickle.dumps(function),)
+        if actor_index is None:
+            answers = self.collective_rpc(method, args=args)
+        else:
+            self._check_running("validate_model_params")
+            replica = self.replica_table[actor_index].replica
+            answers = [replica.call(Engine.collective_rpc, CALL_SECONDS, method, args, None)]
         return [[link.decode(answer) for answer in workers] for workers in answers]
 
     # -- weights ----------------------------------------------------------------------------------------------------
