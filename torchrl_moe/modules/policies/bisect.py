@@ -45,12 +45,6 @@ ALIASES = {
     "embedding": EMBEDDING,
     "logits_processor": "lm_head",
 }
-    "block_sparse_moe": "mlp",
-    "feed_forward": "mlp",
-    "attn": "self_attn",
-    "embedding": "embed_tokens",
-    "logits_processor": "lm_head",
-}
 """vLLM's names -> transformers'."""
 COMPARED = (EMBEDDING, "self_attn", "gate", "router", "mlp", "shared_experts", "lm_head")
 """Modules that are compared, besides norms and whole layers."""
