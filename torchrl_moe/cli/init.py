@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output
@@ -114,7 +115,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    then = f"cd {folder} && torchrl-moe train --config config.yaml"
+    then = f"cd {shlex.quote(str(folder))} && torchrl-moe train --config config.yaml"
     text = f"{', '.join(files)} are in {folder}. Next:\n{then}"
     output.show(text, {"folder": str(folder), "files": list(files), "next": then})
     return FINE
