@@ -228,11 +228,16 @@ def test_a_tool_call_with_arguments_that_are_nested_too_deeply(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "bias", ['{"5": NaN}', '{"5": 1e999}', '{"99999999": 1}', '{"-1": 1}', '{"x": 1}', '{"5": "a"}']
+    "bias",
+    ['{"5": NaN}', '{"5": "nan"}', '{"5": 1e999}', '{"99999999": 1}', '{"-1": 1}', '{"x": 1}', '{"5": "a"}', "[1]"],
 )
 def test_a_logit_bias_that_no_engine_takes(door: Served, bias: str, stream: bool) -> None:
     asked = json.dumps({**ASKED, "stream": stream})[:-1] + f', "logit_bias": {bias}}}'
     error_of(door[2].post(CHAT, content=asked, headers={"content-type": "application/json"}), 400)
+
+
+def test_a_number_that_comes_as_text_is_one(door: Served) -> None:
+    assert door[2].post(CHAT, json={**ASKED, "logit_bias": {"5": "1.5"}}).status_code == 200
 
 
 def test_known_fields_of_the_api_that_vllm_has_not_are_let_pass(door: Served) -> None:

@@ -52,6 +52,7 @@ from support.training import (
 from support.waiting import until
 from torchrl_moe._compat_transformers import lowered
 from torchrl_moe.cli.main import main
+from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.errors import CollectionError, EngineError, UnsupportedRouterError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
@@ -564,6 +565,95 @@ def test_a_run_that_has_ended_says_how_to_continue(fleet: FakeFleet, tmp_path: P
         with pytest.raises(RuntimeError, match=r"has ended, was shut down or interrupted: .* config\.resume=True"):
             trainer.train()
     assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_steps_may_be_made_one_by_one_to_the_end(fleet: FakeFleet, tmp_path: Path) -> None:
+    with fake_run(fleet, fake_config(tmp_path, 2)) as trainer:
+        before = trainer.rollout_engine.version
+        assert [trainer.step() for _ in range(4)] == [True, True, False, False]
+        assert [row["step"] for row in trainer.record.rows] == [0, 1]
+        assert trainer.rollout_engine.version == before + 2
+    with pytest.raises(RuntimeError, match="has ended, was shut down or interrupted"):
+        trainer.step()
+
+
+def test_a_step_that_was_interrupted_while_it_waited_may_be_made_again(
+    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> Iterator[Any]:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+        yield
+
+    with fake_run(fleet, fake_config(tmp_path, 2)) as trainer:
+        monkeypatch.setattr(AsyncLLMCollector, "__iter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step()
+        assert trainer.step() and trainer.steps_done == 1
+
+
+def test_hooks_get_the_steps_own_number_and_the_means_of_its_updates(fleet: FakeFleet, tmp_path: Path) -> None:
+    """Over two runs: the number of optimizer steps goes on where the first has ended."""
+    logged: list[tuple[int, dict[str, float]]] = []
+    ended: list[tuple[int, dict[str, float]]] = []
+    for steps, resume in ((1, False), (2, True)):
+        config = fake_config(tmp_path, steps)
+        config.resume, config.checkpoint.every, config.optim.minibatches = resume, 1, 2
+        with fake_run(fleet, config) as trainer:
+            taken: list[float] = []
+            step = trainer.learner.stepper.step
+
+            def noted(batch: Any, step: Any = step, taken: list[float] = taken) -> Any:
+                found = step(batch)
+                taken.append(float(found["loss_objective"]))
+                return found
+
+            trainer.learner.stepper.step = noted  # type: ignore[method-assign]
+            trainer.register_op(
+                "post_optim_complete_log", lambda count, losses: ended.append((count, losses.to_dict()))
+            )
+            trainer.register_op("post_steps_log", lambda batch: {"rows": np.float32(len(batch)), "is_switch": True})
+            trainer.record.loggers = [
+                SimpleNamespace(log_metrics=lambda metrics, step: logged.append((step, dict(metrics))))
+            ]
+            trainer.train()
+            assert trainer._optim_count == 2 * steps and len(taken) == 2
+            assert float(ended[-1][1]["loss_objective"]) == pytest.approx(sum(taken) / 2)
+    assert [count for count, _ in ended] == [2, 4]
+    assert [(step, metrics) for step, metrics in logged if "rows" in metrics] == [
+        (0, {"rows": 4.0}),
+        (1, {"rows": 4.0}),
+    ]
+
+
+def test_a_text_in_a_row_is_shown_as_it_is(fleet: FakeFleet, tmp_path: Path) -> None:
+    """As the first failure is, in a notebook."""
+
+    calls = itertools.count()
+
+    def reward(completion_ids: list[int]) -> float:
+        if not next(calls):
+            raise ValueError("no number in <it>")
+        return float(completion_ids[0] % 7)
+
+    config = fake_config(tmp_path, 1)
+    config.rollout.max_failures = 8
+    with fake_run(fleet, config, rewards=reward) as trainer:
+        trainer.train()
+        (row,) = trainer.record.rows
+        assert row["failures"] >= 1 and "no number in <it>" in row["first_failure"]
+        assert "no number in &lt;it&gt;" in trainer._repr_html_()
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_run(
+    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
+) -> None:
+    config = fake_config(tmp_path, 2)
+    config.log.plot_every = 1
+    monkeypatch.setattr(MoEGRPOTrainer, "plot", lambda _: (_ for _ in ()).throw(ValueError("arange")))
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    assert trainer.steps_done == 2 and "no figure of step 1: ValueError('arange')" in caplog.text
 
 
 def test_under_r2_the_reference_follows_the_experts_that_the_policy_has_recorded(

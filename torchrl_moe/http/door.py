@@ -134,7 +134,8 @@ def _checked(create: Create, known: Mapping[str, Any]) -> Create:
         ours = {one.alias for one in kind.model_fields.values() if one.alias} | kind.model_fields.keys()
         if unknown := sorted(body.keys() - ours - known.keys()):
             raise VLLMValidationError(f"unknown fields: {', '.join(map(repr, unknown))}", parameter=unknown[0])
-        if not all(map(math.isfinite, (body.get("logit_bias") or {}).values())):  # vLLM would read NaN as -100
+        bias = getattr(request, "logit_bias", None) or {}  # as it was read: a number may have come as text
+        if not all(map(math.isfinite, bias.values())):  # vLLM would read NaN as -100
             raise VLLMValidationError("logit_bias must be finite numbers", parameter="logit_bias")
         call = CALL.get()
         call.wants_routes = isinstance(request, GenerateRequest) or "routed_experts_prompt_start" in body

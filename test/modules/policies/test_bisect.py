@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.engines import EngineShelf
 from torchrl_moe.cli.main import main
-from torchrl_moe.errors import EngineError
+from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, EngineTrace, RouterReplay, bisect_mismatch
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 
@@ -155,6 +155,20 @@ def test_an_engine_that_cannot_be_watched_says_so(second_engine: AsyncVLLM) -> N
 
 
 @QWEN
+def test_another_replica_and_a_request_that_fails_leave_no_hook(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    def hooks(saved: object, model: Any) -> int:
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    before = engine.validate_model_params(hooks, actor_index=0)
+    assert len(before) == 1 and before == engine.validate_model_params(hooks)
+    with pytest.raises(IndexError):
+        EngineTrace.of(engine, TOKENS, actor_index=7)
+    with pytest.raises(RequestRefusedError, match=r"max_model_len|maximum"):
+        EngineTrace.of(engine, [70] * 600)  # the engine takes 512
+    assert engine.validate_model_params(hooks) == before
+
+
+@QWEN
 def test_the_command(
     engine: AsyncVLLM,
     shelf: EngineShelf,
@@ -174,11 +188,21 @@ def test_the_command(
     assert "The first to differ is layers.2.mlp: " in capsys.readouterr().out
 
 
+def test_a_trainer_of_another_model_is_refused_before_an_engine_starts(
+    shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    folders = [str(shelf.folder(family)) for family in ("qwen3_moe", "mixtral")]
+    assert main(["bisect", folders[0], "--trainer", folders[1]]) == 2
+    assert "is of another model: its model_type is mixtral, that of MODEL qwen3_moe" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["./none"], "there is no folder './none'"),
         (["tiny", "--trainer", "./none"], "there is no folder './none'"),
+        (["tiny", "--trainer", "tiny"], "--trainer tiny: that model is made on the spot"),
         (["tiny", "--engine-arg", "x"], "write it as KEY=VALUE"),
     ],
 )

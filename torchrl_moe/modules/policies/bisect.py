@@ -228,13 +228,14 @@ class EngineTrace:
         on_workers = partial(engine.validate_model_params, actor_index=actor_index)
         try:
             on_workers(partial(_watch, rows=len(ids)))
+        except (EngineError, ValueError) as error:  # not vLLM's, for one
+            raise EngineError(f"the operations of this engine cannot be watched: {error}") from error
+        try:
             asked = {"max_tokens": 1, "temperature": 0.0}
             answer = engine.generate(ids, asked, actor_index=actor_index, use_tqdm=False)
-        except BaseException as error:
-            with suppress(Exception):  # the first error says more
+        except BaseException:
+            with suppress(EngineError):  # the first error says more
                 on_workers(_seen)
-            if isinstance(error, EngineError | ValueError):  # not vLLM's, for one
-                raise EngineError(f"the operations of this engine cannot be watched: {error}") from error
             raise
         (workers,) = on_workers(_seen)
         outputs: dict[str, NDArray[np.float32]] = {}
@@ -340,9 +341,8 @@ class _Watch:
             if _is_layer(operation) and len(tensors) > 1 and tensors[1].shape == found.shape:
                 self._note(operation + SUMMED, found + tensors[1])
             if operation.endswith(ROUTERS):  # some return the scores of the chosen experts first, zero elsewhere
-                found = max(
-                    (one for one in tensors if one.shape == found.shape), key=lambda one: int(one.count_nonzero())
-                )
+                alike = [one for one in tensors if one.shape == found.shape]
+                found = max(alike, key=lambda one: int(one.count_nonzero()))
             self._note(operation, found)
 
         return hook

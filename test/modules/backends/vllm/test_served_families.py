@@ -22,7 +22,7 @@ from support.served_families import SERVED, Served, engine_arguments, save_serve
 from support.versions import random_ids
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, RequestRefusedError
-from torchrl_moe.modules import AsyncVLLM, FaultPolicy, RouterReplay
+from torchrl_moe.modules import AsyncVLLM, FaultPolicy, RouterReplay, bisect_mismatch
 from torchrl_moe.modules.backends.replica import Completion
 
 ELSEWHERE = {"qwen3_moe", "mixtral", "olmoe", "deepseek_v3"}  # in test_forced_routing.py
@@ -127,6 +127,9 @@ def test_a_family_follows_experts_that_it_would_not_choose(
     completions = generate(engine, rows)
     routes = [recorded(completion, layout) for completion in completions]
     assert all(np.array_equal(made[: len(one)], one) for made, one in zip(routes, rows, strict=True))
+    # operation by operation, too; where the engine's routers choose in another way, that is the one that is named
+    bisection = bisect_mismatch(engine, family.model, random_ids(7, 40).tolist())
+    assert bisection.first is None or (served.live and bisection.first.is_choice), str(bisection)
     following = torch.cat([family.off(*pair) for pair in zip(completions, routes, strict=True)])
     alone = torch.cat([family.off(completion) for completion in completions])
     if served.outcome == "rounded":
