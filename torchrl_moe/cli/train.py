@@ -26,7 +26,7 @@ DEFAULT = "tiny_cpu"
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default=DEFAULT, metavar="NAME", help=f"see --list, or a file (default: {DEFAULT})")
     parser.add_argument("--list", action="store_true", help="list the packaged configurations")
-    parser.add_argument("--cfg", action="store_true", help="print the configuration, and do not train")
+    parser.add_argument("--cfg", action="store_true", help="print every setting and what it is, and do not train")
     parser.add_argument("--export", metavar="RUN", help="write RUN/model, of a run's newest checkpoint or a given one")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.lr=1e-5")
 
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     if options.cfg:
         from torchrl_moe.trainers.config import as_dict, as_yaml
 
-        output.show(as_yaml(config).rstrip(), as_dict(config))
+        output.show(as_yaml(config, explained=True).rstrip(), as_dict(config))
     elif config.plan:
         _plan(config, output)
     else:

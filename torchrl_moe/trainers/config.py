@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import tempfile
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -590,7 +592,11 @@ class CheckpointConfig(Settings, group="checkpoint"):
 
 @dataclass(kw_only=True)
 class SaveConfig(Settings, group="save"):
-    """The model that is written at the end, and by ``trainer.save_pretrained()``."""
+    """The model that is written at the end, and by ``trainer.save_pretrained()``.
+
+    Attributes:
+        dtype: of its weights; ``"auto"`` is the dtype that the model was loaded in.
+    """
 
     dtype: str = setting("auto", of=("auto", "float32", "bfloat16", "float16"))
 
@@ -830,6 +836,43 @@ def as_dict(config: Settings) -> dict[str, object]:
     return {name: as_dict(value) if isinstance(value, Settings) else value for name, value in values.items()}
 
 
-def as_yaml(config: GRPOConfig) -> str:
-    """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
-    return str(yaml.safe_dump(as_dict(config), sort_keys=False))
+def as_yaml(config: Settings, explained: bool = False) -> str:
+    """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again.
+
+    Args:
+        explained: whether a comment above each setting says what it is, from the classes of this module.
+
+    >>> print(as_yaml(LoRAConfig(rank=8), explained=True))
+    # of the two factors; 0: no adapter, all weights are trained.
+    rank: 8
+    # the adapter is scaled by alpha / rank.
+    alpha: 32.0
+    # "attention", "experts" or "all" (both).
+    target: attention
+    <BLANKLINE>
+    """
+    if not explained:
+        return str(yaml.safe_dump(as_dict(config), sort_keys=False))
+    text = ""
+    for name, about in _explanations(type(config)).items():
+        text += (
+            textwrap.fill(about, width=100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False) + "\n"
+        )
+        value = getattr(config, name)
+        if isinstance(value, Settings):
+            text += f"{name}:\n" + textwrap.indent(as_yaml(value, explained=True), "  ")
+        else:
+            text += str(yaml.safe_dump({name: value}, sort_keys=False))
+    return text
+
+
+def _explanations(group: type[Settings]) -> dict[str, str]:
+    """Return name -> sentence, of all settings of a group, from the docstrings of it and of the groups in it."""
+    entries = inspect.cleandoc(group.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^ {4}([\w, ]+): (.*?)(?=^ {4}\w|\Z)", entries, re.DOTALL | re.MULTILINE)
+    about = {name: " ".join(words.split()) for names, words in found for name in names.split(", ")}
+    for name, kind in _types(group).items():  # type: ignore[arg-type]  # a class is hashable
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            about[name] = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+    # without the marks of documentation
+    return {name: re.sub(r":\w+:`~?|`", "", about[name]) for name in _types(group)}  # type: ignore[arg-type]
