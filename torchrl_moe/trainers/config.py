@@ -840,6 +840,7 @@ def as_yaml(config: Settings, explained: bool = False) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again.
 
     Args:
+        config: a run's configuration, or a group of it.
         explained: whether a comment above each setting says what it is, from the classes of this module.
 
     >>> print(as_yaml(LoRAConfig(rank=8), explained=True))

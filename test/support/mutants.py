@@ -1,0 +1,287 @@
+"""``make mutants``: how many small faults, put into the pure parts one at a time, their tests notice.
+
+For each room it draws mutants of its syntax tree (a comparison, an operator, a number, a condition, a check, a call for
+its effect), and runs the room's tests over each, until one fails. A mutant is killed if a test fails or
+does not end. Those that survive are listed, as ``file:line``, with what was changed; some change nothing that anybody
+could see. The heavy packages are imported once: each mutant lives in a process that is forked from that.
+
+    make mutants ARGS="--each 40 --seed 1 ops data"
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from support.sources import ROOT
+
+ENOUGH = 0.85  # of a room's mutants must be killed
+HEAVY = ("torch", "transformers", "tensordict", "torchrl", "hypothesis", "pytest")
+PURE = "not engine and not ray and not needs_vllm and not parity and not soak and not compat"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sources of torchrl_moe/, and the tests that stand for them."""
+
+    sources: str
+    tests: tuple[str, ...]
+
+    def test_files(self) -> list[str]:
+        """Of all patterns, the files that are there, the shortest first: a mutant dies at the first that fails."""
+        files = {file for pattern in self.tests for file in ROOT.glob(f"test/{pattern}")}
+        return [str(file) for file in sorted(files, key=lambda file: file.stat().st_size)]
+
+
+ROOMS = {
+    "functional": Room(
+        "objectives/functional.py", ("objectives/test_[fgmlb]*.py", "objectives/test_inv*.py", "contract/test_loss*.py")
+    ),
+    "objectives": Room("objectives/[!f_]*.py", ("objectives/*.py", "contract/test_loss*.py")),
+    "ops": Room("ops/[!_]*.py", ("ops/*.py",)),
+    "replay": Room(
+        "modules/replay/[!_]*.py",
+        (
+            "modules/replay/test_[bdfhir]*.py",
+            "modules/replay/test_checkpointing.py",
+            "modules/replay/test_parallelism.py",
+            "contract/test_family*.py",
+        ),
+    ),
+    "data": Room("data/[!_]*.py", ("data/*.py",)),
+    "store": Room("store/[!_]*.py", ("store/*.py", "contract/test_transport_store*.py")),
+    "schedule": Room("collectors/schedule.py", ("collectors/test_schedule*.py",)),
+    "routing": Room("modules/serving/strategies.py", ("modules/serving/balancing/*.py", "contract/test_engine_r*.py")),
+}
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+}
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amin": "amax", "amax": "amin", "sum": "mean"}
+NAMES |= {"zeros": "ones", "zeros_like": "ones_like", "ones": "zeros", "ones_like": "zeros_like", "minimum": "maximum"}
+
+Change = Callable[[], ast.AST]
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
+    """What a mutant may hold in the place of ``node``: a word for it, and what makes it."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
+            yield "comparison", lambda: _with(node, ops=[COMPARISONS[type(op)]()])
+        case ast.BoolOp(op=op):
+            yield "and, or", lambda: _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OPERATORS:
+            yield "operator", lambda: _with(node, op=OPERATORS[type(op)]())
+        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.Invert(), operand=operand):
+            yield "sign", lambda: operand
+        case ast.Constant(value=bool(value)):
+            yield "constant", lambda: _with(node, value=not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield "constant", lambda: _with(node, value=value + 1)
+        case ast.If(test=test) | ast.IfExp(test=test) if not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+            yield "condition", lambda: _with(node, test=ast.UnaryOp(ast.Not(), test))
+        case ast.Raise():
+            yield "no check", ast.Pass
+        case ast.Expr(value=ast.Call()):
+            yield "no call", ast.Pass
+        case ast.Call(func=ast.Name(id=name)) if name in NAMES:
+            yield "function", lambda: _with(node, func=ast.Name(NAMES[name], ast.Load()))
+        case ast.Call(func=ast.Attribute(attr=name)) if name in NAMES:
+            yield "function", lambda: _with(node, func=_with(node.func, attr=NAMES[name]))
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of one file."""
+
+    file: Path
+    index: int
+    """Which of the file's possible changes, in the order of :func:`places`."""
+    line: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """As survivors are listed."""
+        text = self.file.read_text().splitlines()[self.line - 1].strip()
+        return f"{self.file.relative_to(ROOT)}:{self.line} {self.kind}: {text}"
+
+    def code(self) -> ast.Module:
+        """The file's tree with the change."""
+        tree = ast.parse(self.file.read_text())
+        parent, field, position, change = places(tree)[self.index][:4]
+        held = getattr(parent, field)
+        if position is None:
+            setattr(parent, field, change())
+        else:
+            held[position] = change()
+        return ast.fix_missing_locations(tree)
+
+
+def places(tree: ast.Module) -> list[tuple[ast.AST, str, int | None, Change, str, int]]:
+    """Each change that the code allows, in its order; type checkers' code and ``__repr__`` are left out."""
+    found: list[tuple[ast.AST, str, int | None, Change, str, int]] = []
+
+    def walk(parent: ast.AST) -> None:
+        for field, value in ast.iter_fields(parent):
+            if field in ("annotation", "returns", "decorator_list"):
+                continue
+            for position, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if not isinstance(node, ast.AST) or _is_silent(node):
+                    continue
+                line = getattr(node, "lineno", 0)
+                found.extend((parent, field, position, change, kind, line) for kind, change in changes(node))
+                if not isinstance(node, ast.Raise):  # what an error says is no promise of these tests
+                    walk(node)
+
+    walk(tree)
+    return found
+
+
+def mutants(room: Room, each: int, seed: int) -> list[Mutant]:
+    """``each`` of a room's mutants, drawn without repetition."""
+    found = [
+        Mutant(file, index, place[5], place[4])
+        for file in sorted((ROOT / "torchrl_moe").glob(room.sources))
+        for index, place in enumerate(places(ast.parse(file.read_text())))
+    ]
+    return random.Random(seed).sample(found, min(each, len(found)))
+
+
+def _is_silent(node: ast.AST) -> bool:
+    match node:
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.JoinedStr():
+            return True
+        case ast.FunctionDef(name=name):
+            return name in ("__repr__", "__str__")
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name.startswith("__")
+    return False
+
+
+def _with(node: ast.AST, **fields: object) -> ast.AST:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from its mutant."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+        self.module = ".".join(mutant.file.relative_to(ROOT).with_suffix("").parts)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.mutant.file, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.mutant.code(), str(self.mutant.file), "exec"), vars(module))
+
+
+def passes(tests: Sequence[str], mutant: Mutant | None, limit: float) -> bool | None:
+    """Whether the tests pass in a process of their own; None: they had not ended after ``limit`` seconds."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):  # the parent asks for the status alone
+            os.setpgid(0, 0)
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            if mutant is not None:
+                sys.meta_path.insert(0, _Changed(mutant))
+            import pytest
+
+            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", PURE, *tests])
+        os._exit(int(status))
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a row for each room, and the survivors; 1 if a room has too many."""
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []], help="all of them by default")
+    parser.add_argument("--each", type=int, default=40, metavar="N", help="mutants for each room (default: 40)")
+    parser.add_argument("--seed", type=int, default=0, help="which are drawn (default: 0)")
+    options = parser.parse_args(arguments)
+    for name in HEAVY:
+        importlib.import_module(name)
+    weak = []
+    for name in options.rooms or ROOMS:
+        room = ROOMS[name]
+        tests = room.test_files()
+        began = time.monotonic()
+        if passes(tests, None, 1800) is not True:
+            print(f"{name}: its tests do not pass as they are", flush=True)
+            return 1
+        alone = time.monotonic() - began
+        drawn = mutants(room, options.each, options.seed)
+        ends = [(mutant, passes(tests, mutant, 60 + 3 * alone)) for mutant in drawn]
+        counts = Counter(end for _, end in ends)
+        killed = counts[False] + counts[None]
+        print(
+            f"{name}: {killed} of {len(ends)} killed ({killed / len(ends):.0%}), {counts[None]} of them by time;"
+            f" {len(tests)} files, {alone:.0f} s as they are",
+            flush=True,
+        )
+        for mutant, end in ends:
+            if end:
+                print(f"    {mutant.name}", flush=True)
+        if killed < ENOUGH * len(ends):
+            weak.append(name)
+    if weak:
+        print(f"fewer than {ENOUGH:.0%} killed: {', '.join(weak)}")
+    return int(bool(weak))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
