@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -25,11 +26,21 @@ from torchrl_moe.cli.main import main
         (["--port", "99999"], "port"),
         (["--engine-arg", "max_model_length=3"], "max_model_len"),
         (["--engine-arg", "model=other"], "MODEL"),
+        (["--tool-call-parser", "hermess"], "hermes"),
+        (["--reasoning-parser", "qwen-3"], "qwen3"),
     ],
 )
 def test_bad_use(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "nowhere", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.needs_vllm
+def test_a_port_in_use_is_found_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "nowhere", "--port", str(port)]) == 2
+    assert f"{port}" in (said := capsys.readouterr().err) and "Address already in use" in said
 
 
 @pytest.mark.needs_vllm

@@ -32,8 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, output: Output) -> int:
     # all that can be wrong before a model is loaded
     check_engine("vllm", options.engine_args)
-    from torchrl_moe.http.server import check_address, serve_http
-    from torchrl_moe.modules import AsyncVLLM
+    from torchrl_moe.http.server import check_address, listen, serve_http
 
     key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     try:
@@ -45,6 +44,14 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         for name in ("served_model_name", "tool_call_parser", "reasoning_parser", "chat_template")
         if getattr(options, name) is not None
     }
+    listen(options.host, options.port).close()  # serve_http does so again, minutes later
+    from torchrl_moe.http.door import server_arguments
+    from torchrl_moe.modules import AsyncVLLM
+
+    try:
+        server_arguments(options.model, [options.model], given)
+    except ValueError as error:
+        raise BadUse(str(error)) from error
     note("starting vllm ...")
     arguments = engine_arguments(options.engine_args)
     # Ctrl-C is how it ends; a supervisor's SIGTERM is the same

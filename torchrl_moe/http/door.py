@@ -62,7 +62,11 @@ SESSION_HEADER, VERSION_HEADER = "x-session-id", "x-weight-version"
 
 
 def server_arguments(model: str, names: Sequence[str], options: Mapping[str, Any]) -> Namespace:
-    """Return the arguments that vLLM's server code reads: its defaults, and what was given."""
+    """Return the arguments that vLLM's server code reads: its defaults, and what was given.
+
+    Raises:
+        ValueError: vLLM has no parser of that name.
+    """
     given = dict(options)
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     arguments.model, arguments.served_model_name = model, list(names)
@@ -78,6 +82,9 @@ def server_arguments(model: str, names: Sequence[str], options: Mapping[str, Any
         ToolParserManager.import_tool_parser(arguments.tool_parser_plugin)
     if arguments.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(arguments.reasoning_parser_plugin)
+    for option, parsers in (("tool_call_parser", ToolParserManager), ("reasoning_parser", ReasoningParserManager)):
+        if (name := options.get(option)) is not None and name not in (known := parsers.list_registered()):
+            raise ValueError(f"{option}={name!r}: vLLM has no such parser; it has {', '.join(sorted(known))}")
     return arguments
 
 

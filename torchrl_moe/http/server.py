@@ -94,8 +94,7 @@ def serve_http(
     if not names:
         names = list(dict.fromkeys([Path(path).name, path]))
     # bound here: an address in use is the caller's error, and what was started would have to end again
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=2048)
+    listening = listen(host, port)
     try:
         with without_collections():
             from torchrl_moe.http.door import Door, server_arguments
@@ -108,6 +107,11 @@ def serve_http(
     except BaseException:
         listening.close()
         raise
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there; ``OSError`` where that cannot be."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
 
 
 def check_address(host: str, port: int, api_key: str | None) -> None:
