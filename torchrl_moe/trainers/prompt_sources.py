@@ -125,7 +125,7 @@ def _from_hub(name: str, arguments: Mapping[str, object]) -> object:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{name!r} is no file, no folder and no 'package.module:function', so it is a dataset on the Hugging Face "
-            "hub, which needs a package: pip install datasets"
+            "hub, which needs an extra: pip install 'torchrl_moe[hub]'"
         ) from error
     return hub.load_dataset(name, **arguments)
 
