@@ -28,7 +28,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check lint format house train notebooks bench docs docs-check package clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check lint format house mutants train notebooks bench docs docs-check package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -84,6 +84,9 @@ lint: venv ## check style, format and types
 	@$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
 	$(VENV) -m mypy
+
+mutants: venv ## put small faults into the pure parts, and list those that no test notices
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.mutants $(ARGS)
 
 house: venv ## count the package by rooms, and the files that three calls run through; writes docs/reference/design.md
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.house

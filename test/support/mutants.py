@@ -1,9 +1,9 @@
 """``make mutants``: how many small faults, put into the pure parts one at a time, their tests notice.
 
 For each room it draws mutants of its syntax tree (a comparison, an operator, a number, a condition, a check, a call for
-its effect), and runs the room's tests over each, until one fails. A mutant is killed if a test fails or
-does not end. Those that survive are listed, as ``file:line``, with what was changed; some change nothing that anybody
-could see. The heavy packages are imported once: each mutant lives in a process that is forked from that.
+its effect), and runs the room's tests over each, those that run the line first, until one fails. A mutant is killed if
+a test fails or does not end. Survivors are listed, as ``file:line``, with what was changed; some change nothing
+that anybody could see. The heavy packages are imported once: each mutant lives in a process that is forked from that.
 
     make mutants ARGS="--each 40 --seed 1 ops data"
 """
@@ -21,12 +21,14 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+from coverage import Coverage, CoverageData
 
 from support.sources import ROOT
 
@@ -218,8 +220,11 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.mutant.code(), str(self.mutant.file), "exec"), vars(module))
 
 
-def passes(tests: Sequence[str], mutant: Mutant | None, limit: float) -> bool | None:
-    """Whether the tests pass in a process of their own; None: they had not ended after ``limit`` seconds."""
+def passes(tests: Sequence[str], limit: float, mutant: Mutant | None = None, cover: Path | None = None) -> bool | None:
+    """Whether the tests pass in a process of their own; None: they had not ended after ``limit`` seconds.
+
+    ``cover``: where it is written which test runs which line.
+    """
     child = os.fork()
     if child == 0:
         status = 1
@@ -228,12 +233,8 @@ def passes(tests: Sequence[str], mutant: Mutant | None, limit: float) -> bool | 
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
-            if mutant is not None:
-                sys.meta_path.insert(0, _Changed(mutant))
-            import pytest
-
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", PURE, *tests])
-        os._exit(int(status))
+            status = _run(tests, mutant, cover)
+        os._exit(status)
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -246,9 +247,57 @@ def passes(tests: Sequence[str], mutant: Mutant | None, limit: float) -> bool | 
     return None
 
 
+def _run(tests: Sequence[str], mutant: Mutant | None, cover: Path | None) -> int:
+    import pytest
+
+    if mutant is not None:
+        sys.meta_path.insert(0, _Changed(mutant))
+    with contextlib.ExitStack() as stack:
+        if cover is not None:
+            coverage = Coverage(str(cover), include=[str(ROOT / "torchrl_moe" / "*")], config_file=False)
+            coverage.set_option("run:dynamic_context", "test_function")
+            coverage.start()
+            stack.callback(coverage.save)
+            stack.callback(coverage.stop)
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", PURE, *tests]))
+
+
+def tests_of(mutant: Mutant, data: CoverageData, files: Sequence[str]) -> list[str]:
+    """The tests that run the changed line; none where that runs at import, or in fixtures only."""
+    lines = data.contexts_by_lineno(str(mutant.file))
+    # an expression of several lines may be noted at its first
+    line = max((line for line in lines if mutant.line - 4 <= line <= mutant.line), default=0)
+    found = set()
+    for context in lines.get(line, []):
+        for file in files:
+            module = ".".join(Path(file).relative_to(ROOT / "test").with_suffix("").parts)
+            _, is_in, function = context.partition(module + ".")
+            if is_in:
+                found.add(f"{file}::{function.split('.')[0]}")
+    return sorted(found)
+
+
+def measure(room: Room, each: int, seed: int) -> Iterator[tuple[Mutant, bool | None]]:
+    """Yield each mutant, and whether the room's tests passed over it."""
+    files = room.test_files()
+    with tempfile.TemporaryDirectory() as folder:
+        cover = Path(folder) / "data"
+        began = time.monotonic()
+        if passes(files, 3600, cover=cover) is not True:
+            raise SystemExit(f"{room.sources}: its tests do not pass as they are")
+        limit = 60 + 3 * (time.monotonic() - began)
+        data = CoverageData(str(cover))
+        data.read()
+        for mutant in mutants(room, each, seed):
+            # first those that run the line, then all
+            few = tests_of(mutant, data, files)
+            end = passes(few, limit, mutant) if few else True
+            yield mutant, passes(files, limit, mutant) if end else end
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a row for each room, and the survivors; 1 if a room has too many."""
-    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="make mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []], help="all of them by default")
     parser.add_argument("--each", type=int, default=40, metavar="N", help="mutants for each room (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="which are drawn (default: 0)")
@@ -257,25 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         importlib.import_module(name)
     weak = []
     for name in options.rooms or ROOMS:
-        room = ROOMS[name]
-        tests = room.test_files()
-        began = time.monotonic()
-        if passes(tests, None, 1800) is not True:
-            print(f"{name}: its tests do not pass as they are", flush=True)
-            return 1
-        alone = time.monotonic() - began
-        drawn = mutants(room, options.each, options.seed)
-        ends = [(mutant, passes(tests, mutant, 60 + 3 * alone)) for mutant in drawn]
-        counts = Counter(end for _, end in ends)
-        killed = counts[False] + counts[None]
-        print(
-            f"{name}: {killed} of {len(ends)} killed ({killed / len(ends):.0%}), {counts[None]} of them by time;"
-            f" {len(tests)} files, {alone:.0f} s as they are",
-            flush=True,
-        )
-        for mutant, end in ends:
-            if end:
-                print(f"    {mutant.name}", flush=True)
+        ends = list(measure(ROOMS[name], options.each, options.seed))
+        survivors = [mutant for mutant, end in ends if end]
+        killed, late = len(ends) - len(survivors), sum(end is None for _, end in ends)
+        print(f"{name}: {killed} of {len(ends)} killed ({killed / len(ends):.0%}; {late} by time)", flush=True)
+        for mutant in survivors:
+            print(f"    {mutant.name}", flush=True)
         if killed < ENOUGH * len(ends):
             weak.append(name)
     if weak:
