@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,22 +77,6 @@ def test_a_request_knows_its_sampling_parameters_however_they_came(params: objec
     assert Request(request_id="r", sampling_params=None, prompt="hi").param("n") is None
 
 
-def test_reprs_show_counts_and_shapes_not_arrays() -> None:
-    bare = "CompletionOutput(index=0, tokens=2, text='hi', finish_reason='stop', routed_experts=None)"
-    routed = "CompletionOutput(index=1, tokens=2, text='hi', finish_reason='stop', routed_experts=[4, 3, 2])"
-    assert repr(output()) == bare
-    assert repr(output(1, routed_experts=np.zeros((4, 3, 2), np.uint8))) == routed
-    assert repr(completion(output())) == f"Completion(request_id='r', prompt_tokens=3, cached=1, outputs=[{bare}])"
-
-
-def test_the_protocol_loads_neither_an_engine_nor_transformers() -> None:
-    code = (
-        "import sys; import torchrl_moe.modules.backends.replica, torchrl_moe.modules.backends.process.process_replica;"
-        "print([name for name in ('vllm', 'ray', 'transformers', 'tensordict', 'torchrl') if name in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
 def test_a_completion_that_an_older_release_saved_can_be_read() -> None:
     """Collectors keep them in checkpoints. Fields that it did not have yet get their defaults."""
     whole = completion(output(resume="forced"))
@@ -137,13 +119,6 @@ def log_probs_of(mask: torch.Tensor) -> torch.Tensor:
 def test_a_batch_of_all_words_says_nothing() -> None:
     assert name_kept(torch.zeros(3, 4), [0, 1, 2]) is None
     assert name_kept(torch.tensor([[-1e30, 0.0]]), [0]) is None  # unlikely is not left out
-
-
-def test_steps_that_say_nothing() -> None:
-    assert KeptIds.of_steps([], 4) is None
-    assert KeptIds.of_steps([np.array([], np.int32)] * 2, 2) is None
-    assert KeptIds.of_steps([np.array([3, 1], np.int32)], 3) is None
-    assert KeptIds.of_steps([np.array([0, 1], np.int32)], 0) is None
 
 
 MASKS = st.integers(2, 9).flatmap(

@@ -94,11 +94,6 @@ def test_words_that_an_engine_has_not_are_refused() -> None:
         RequestRoutes(LAYOUT, why_unscored="V2").checked(request(scoring=Scoring()))
 
 
-def test_how_an_engine_reads_again_is_said() -> None:
-    assert ABLE.how(request()) == "forced"
-    assert ABLE.how(request(on_resume="live")) == UNABLE.how(request()) == "live"
-
-
 def test_the_rest_of_an_answer_follows_its_first_part() -> None:
     recorded = np.array([[[0, 0], [5, 3]]] * 4, np.uint8)  # as vLLM gives them: 0 on a dense layer
     rows = ABLE.of_part(request(), answer(recorded))

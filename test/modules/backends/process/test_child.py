@@ -64,20 +64,6 @@ def test_the_tail_of_a_log_is_short_whatever_the_log_is(temporary: Path) -> None
     assert len(tail) == child.SHOWN_LOG_COLUMNS
 
 
-def test_a_log_that_is_gone_has_no_tail(temporary: Path) -> None:
-    process = one_with_log("text", temporary)
-    process.log.unlink()  # another thread has just shut the replica down
-    assert process.log_tail() == "(no log)"
-
-
-def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: Path) -> None:
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
-        Child(0, toy_kind, {"A": 1})  # type: ignore[dict-item]
-    assert list(temporary.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
 def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,13 +98,6 @@ def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_continues_in_it(
             process.end_and_forget()
     assert (folder / "replica-3.log").read_text() == "RuntimeError: of the first\nhello\n"
     assert list(temporary.iterdir()) == [temporary / "kept"]
-
-
-def test_a_folder_for_logs_that_cannot_be_one_starts_nothing(temporary: Path) -> None:
-    (temporary / "file").touch()
-    with pytest.raises(FileExistsError):
-        Child(0, toy_kind, toy_environment(), temporary / "file")
-    assert list(temporary.iterdir()) == [temporary / "file"]
 
 
 def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
@@ -199,21 +178,6 @@ def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary
     finally:
         for one in starts:
             one.end_and_forget()
-    assert list(temporary.iterdir()) == []
-
-
-def test_a_child_whose_server_cannot_import_starts_by_itself_and_its_log_says_why(
-    temporary: Path, forks: Forks
-) -> None:
-    one = Child(0, forkable, forks.environment(VLLM_TEST_PRELOAD="raise"))
-    try:
-        talk(one).send(("report",))
-        assert talk(one).recv()["ppid"] == os.getpid()
-        text = one.log.read_text()
-        assert text.startswith("torchrl_moe: this replica imports its engine itself: the fork server ended: ")
-        assert text.endswith("ImportError: no such engine\nrunning\n")
-    finally:
-        one.end_and_forget()
     assert list(temporary.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -168,19 +167,6 @@ def test_a_cancelled_request_is_not_carried_out(forks: Forks) -> None:
     launch.cancel()  # too late, and no harm
 
 
-def test_a_process_that_cannot_be_watched_is_killed(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, connection = forks.ask(forks.server())
-
-    def no_files(*_: Any) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "pidfd_open", no_files)
-    with pytest.raises(CannotFork, match="Too many open files"):
-        launch.wait()
-    with pytest.raises((EOFError, ConnectionResetError)):
-        connection.recv()
-
-
 @pytest.mark.timeout(120)
 def test_a_server_that_does_not_answer_is_replaced(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     server = forks.server()
@@ -212,17 +198,6 @@ def test_the_processes_of_a_killed_server_continue_and_the_next_start_has_anothe
     assert forked.process.wait(60) == 255  # nobody knows
 
 
-def test_a_process_that_cannot_take_over_what_its_driver_has_is_not_handed_out(
-    forks: Forks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1000})
-    launch, connection = forks.ask(forks.server())
-    with pytest.raises(CannotFork, match=r"ended with exit code 1 before it ran"):
-        launch.wait()
-    with pytest.raises((EOFError, ConnectionResetError)):
-        connection.recv()
-
-
 # -- why not ----------------------------------------------------------------------------------------------------------
 
 
@@ -243,25 +218,6 @@ def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str
         connection.recv()
     server.end()
     assert server.how_it_ended() == ""  # and not an error, in a thread that is late
-
-
-def _no_such_call(*_: Any) -> int:
-    raise OSError(errno.ENOSYS, "Function not implemented")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda patch: patch.delattr(os, "pidfd_open"), "are not available: .*'pidfd_open'"),
-        (lambda patch: patch.setattr(os, "pidfd_open", _no_such_call), "are not available: .*not implemented"),
-    ],
-)
-def test_there_is_no_server_where_forking_is_not_possible(
-    forks: Forks, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch)
-    with pytest.raises(CannotFork, match=reason):
-        forks.server()
 
 
 # -- a driver's end, however it dies -------------------------------------------------------------------------------
@@ -349,11 +305,6 @@ def test_the_server_ends_after_its_driver_and_nothing_is_left(
         until(lambda: is_gone(found["pids"][0]), DEADLINE)
     if how.startswith("is killed"):  # else the driver removes it
         until(lambda: not (folder / "replica").exists(), DEADLINE)
-
-
-def test_what_importing_prints_is_in_no_processs_log(dead_drivers: dict[str, tuple[Path, dict[str, Any]]]) -> None:
-    folder, _ = dead_drivers["returns"]
-    assert (folder / "log").read_text() == "running\n"
 
 
 def test_exit_codes_arrive_in_a_driver_that_ignores_its_children(

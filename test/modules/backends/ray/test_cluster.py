@@ -37,20 +37,10 @@ def test_a_name_is_read_as_it_was_written() -> None:
     assert parse_actor_name(SOME.actor_name(11)) == ("my-replica-1", 11)
 
 
-@pytest.mark.parametrize("name", ["replica-1", "-replica-1", "policy", "policy-replica-", "policy-replica-x"])
-def test_other_actors_are_not_ours(name: str) -> None:
-    assert parse_actor_name(name) is None
-
-
 @pytest.mark.parametrize("name", ["policy", "a/b", "a replica-1", "größe"])
 def test_a_groups_name_is_read_as_it_was_written(name: str) -> None:
     service = dataclasses.replace(SOME, name=name, namespace="of/ours")
     assert parse_group_name(service.group_name(11, "0123abcd")) == ("of/ours", name, 11)
-
-
-@pytest.mark.parametrize("name", ["", "policy", "a/b/c/d", "a/b/1/0123abcd/x", "a/b/1/0123abc", "a/b/-1/0123abcd"])
-def test_other_groups_are_not_ours(name: str) -> None:
-    assert parse_group_name(name) is None
 
 
 def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,24 +71,6 @@ def test_on_cpus_there_is_a_thread_for_each_that_was_set_aside(monkeypatch: pyte
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert actor_environment(ray_service(name="s", cpus=0.5), {})["OMP_NUM_THREADS"] == "1"
-
-
-def test_on_gpus_the_engine_has_those_that_ray_gave_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    service = dataclasses.replace(ray_service(name="s"), resources={"CPU": 2.0, "GPU": 2.0})
-    environment = actor_environment(service, {})
-    assert environment["CUDA_VISIBLE_DEVICES"] == "2,5"
-    assert "TORCH_COMPILE_DISABLE" not in environment
-    assert "OMP_NUM_THREADS" not in environment
-
-
-def test_a_verbose_service_logs_at_vllms_own_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    quiet = ray_service(name="s")
-    assert actor_environment(quiet, {})["VLLM_LOGGING_LEVEL"] == "WARNING"
-    assert actor_environment(dataclasses.replace(quiet, verbose=True), {})["VLLM_LOGGING_LEVEL"] == "INFO"
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------
@@ -136,21 +108,6 @@ def test_one_is_started_only_where_there_is_none_and_only_if_it_may_be(monkeypat
     assert [init["address"] for init in played.inits] == ["auto"]
     assert cluster.join_cluster() is True
     assert [init["address"] for init in played.inits] == ["auto", "auto", "local"]
-
-
-@pytest.mark.parametrize(
-    ("has", "devices", "asked"),
-    [
-        ({"CPU": 8.0}, 1, {"CPU": 1.0}),
-        ({"CPU": 8.0, "GPU": 0.0}, 2, {"CPU": 2.0}),
-        ({"CPU": 8.0, "GPU": 4.0}, 2, {"CPU": 2.0, "GPU": 2.0}),
-    ],
-)
-def test_gpus_are_asked_for_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, has: dict[str, float], devices: int, asked: dict[str, float]
-) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: has)
-    assert cluster.default_resources(devices) == asked
 
 
 def test_a_shortage_tells_a_cluster_too_small_from_one_too_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,23 +157,11 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answers
 
 
-def test_services_are_found_by_the_names_of_their_actors(actors: dict[str, Any]) -> None:
-    assert cluster.running_services("ours") == {"a": [0], "b": [0, 1]}
-    assert cluster.running_services("theirs") == {"a": [1]}
-    assert cluster.running_services("nobody's") == {}
-
-
 def test_a_name_that_is_taken_is_refused_with_those_that_are(actors: dict[str, Any]) -> None:
     cluster.check_free("c", "ours")
     cluster.check_free("a", None)  # free in the namespace that is used if none is named
     with pytest.raises(EngineError, match=r"'b' is running already\. Services in namespace 'ours': 'a' \(1 .*'b' \(2 "):
         cluster.check_free("b", "ours")
-
-
-def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[str, Any]) -> None:
-    actors["b-replica-0"] = GetTimeoutError("late")
-    actors["b-replica-1"] = service = ray_service(name="b")
-    assert cluster.find_service("b", "ours") == service
 
 
 def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import signal
 import socket
@@ -205,14 +204,6 @@ def listener() -> Iterator[Listener]:
     listener.close()
 
 
-def test_a_wrong_key_stays_outside_and_the_next_one_comes_in(listener: Listener) -> None:
-    with pytest.raises(AuthenticationError):
-        dial(dataclasses.replace(listener.address, key=b"wrong"))
-    with dial(listener.address) as right:
-        right.send([b"hello"])
-        assert right.receive() == [b"hello"]
-
-
 def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener: Listener) -> None:
     def threads() -> int:
         return sum(thread.name == "driver" for thread in threading.enumerate())
@@ -228,26 +219,6 @@ def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener:
         with dial(listener.address) as right:
             right.send([b"hello"])
             assert right.receive() == [b"hello"]
-
-
-def test_an_error_as_somebody_comes_in_leaves_the_door_open(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
-
-    def fail_first(self: socket.socket) -> tuple[socket.socket, object]:
-        if failures:
-            raise OSError(failures.pop(), "as the system said")
-        return accept(self)
-
-    monkeypatch.setattr(socket.socket, "accept", fail_first)
-    for _ in range(3):  # the first one comes in by the accept that waits already
-        with dial(listener.address) as caller:
-            caller.send([b"hello"])
-            assert caller.receive() == [b"hello"]
-    assert failures == []
-    listener.close()
-    until(lambda: not listener._thread.is_alive())
 
 
 def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_silent(
@@ -267,24 +238,6 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
         address = dataclasses.replace(listener.address, port=nobody.getsockname()[1])
         with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
             dial(address)
-
-
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
-def test_what_is_not_received_ends_a_connection_as_silence_does(listener: Listener) -> None:
-    with dial(listener.address) as caller, socket.socket(fileno=caller.fileno()) as end:
-        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        end.detach()
-
-
-def test_a_closed_door_lets_nobody_in_and_leaves_alone_who_is_in(listener: Listener) -> None:
-    with dial(listener.address) as inside:
-        listener.close()
-        listener.close()
-        with pytest.raises(OSError):
-            dial(listener.address)
-        inside.send([b"still here"])
-        assert inside.receive() == [b"still here"]
 
 
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
@@ -388,18 +341,6 @@ def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host:
     assert host.died.wait(60.0)
     assert [message[0] for message in Driver(host, "late").hear_all()] == ["ready", "tail", "died"]
     assert group(pid) == []
-
-
-def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
-    host = ToyHost(error="no such model", print="SomeError: in the log")
-    early = Driver(host, "early")
-    expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
-    heard = early.hear_all()
-    assert (heard[0][0], heard[1]) == ("tail", expected[1])
-    assert "SomeError: in the log" in heard[0][1]
-    assert Driver(host, "late").hear_all() == heard
-    assert not host.died.is_set()  # one that never served would not do so the next time
-    host.end()
 
 
 def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:

@@ -35,21 +35,11 @@ def test_text_becomes_ids_and_ids_become_text() -> None:
     assert shown.step(TOKENIZER.eos_token_id) == TOKENIZER.eos_token
 
 
-def test_bytes_that_are_no_text_do_not_end_it() -> None:
-    stream = LockedTokenizer(TOKENIZER).stream([], True)
-    assert "".join(stream.step(token) for token in (0xFF, 0xFE, 65, 0xFF, 66)).replace("\ufffd", "") == "AB"
-
-
 @pytest.mark.parametrize(("named", "more"), [(None, set()), (7, {7}), ([TOKENIZER.eos_token_id, 7, 9], {7, 9})])
 def test_the_models_own_configuration_may_name_more_tokens_that_end(named: object, more: set[int]) -> None:
     words = LockedTokenizer(TOKENIZER, SimpleNamespace(eos_token_id=named))
     assert words.eos == TOKENIZER.eos_token_id
     assert words.more_eos == more
-
-
-def test_a_tokenizer_without_the_library_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a fast tokenizer, got SimpleNamespace"):
-        LockedTokenizer(SimpleNamespace(eos_token_id=None))
 
 
 # -- sampling parameters -----------------------------------------------------------------------------------------------
@@ -124,11 +114,6 @@ def test_what_is_invalid_or_not_served_is_refused(spec: Any, words: str) -> None
         read_sampling(spec)
 
 
-def test_structured_outputs_are_refused() -> None:
-    with pytest.raises(ValueError, match="guided_options_request: engine='transformers' has no structured outputs"):
-        read_sampling({}, {"regex": "a"})
-
-
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
@@ -193,21 +178,7 @@ def test_it_ends_where_the_model_does() -> None:
     assert answer(max_model_len=7, max_tokens=2).longest == 5
 
 
-def test_words_that_would_end_it_early_are_masked() -> None:
-    one = answer(min_tokens=2, stop_token_ids=[5])
-    assert one.masked == sorted([EOS, 5])
-    grow(one, "a")
-    assert one.masked == sorted([EOS, 5])
-    grow(one, "b")
-    assert one.masked == []
-
-
 # -- what is known of its tokens --------------------------------------------------------------------------------------
-
-
-def test_without_log_probs_there_are_none_and_no_words() -> None:
-    output = grow(answer(top_k=3), [10], step=[0, 10, 11, 12]).output(True)
-    assert output.logprobs is output.kept is None
 
 
 def test_rows_are_of_all_tokens_but_the_last_as_engines_give_them() -> None:
@@ -223,15 +194,6 @@ def test_rows_are_of_all_tokens_but_the_last_as_engines_give_them() -> None:
     assert rows.tolist() == [[[0, 0], pair] for pair in ([0, 1], [2, 3], [4, 5], [6, 7])]
     assert one.output(False).routed_experts is None
     assert answer(layout=None).output(True).routed_experts is None
-
-
-def test_many_experts_need_a_wider_type() -> None:
-    layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=1, num_experts=300)
-    one = answer(layout=layout)
-    one.add_rows(np.array([[[299]], [[0]], [[7]]], np.int16))
-    rows = grow(one, [10]).output(True).routed_experts
-    assert rows is not None
-    assert (rows.dtype, rows.tolist()) == (np.uint16, [[[299]], [[0]], [[7]]])
 
 
 # -- reading again ----------------------------------------------------------------------------------------------------
@@ -284,8 +246,3 @@ def test_what_had_no_routes_and_log_probs_continues_without() -> None:
     output = grow(one, [98]).output(True)
     assert output.routed_experts is output.logprobs is output.kept is None
     assert (output.resume, len(output.token_ids)) == ("live", 3)
-
-
-def test_an_answer_that_is_full_cannot_continue() -> None:
-    with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
-        answer(index=3, max_tokens=2).go_on_from(given())

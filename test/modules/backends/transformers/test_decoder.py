@@ -101,12 +101,6 @@ def test_what_cannot_be_served_is_refused(plain: Loaded, fields: dict[str, Any],
         plain.reader(ids_request("a", ids, **fields))
 
 
-def test_a_sequence_to_score_may_be_as_long_as_the_model_takes(plain: Loaded) -> None:
-    assert plain.reader(ids_request("a", list(range(128)), scoring=Scoring())).prompt_ids == list(range(128))
-    with pytest.raises(ValueError, match="1 to 128 tokens, got 129"):
-        plain.reader(ids_request("a", list(range(129)), scoring=Scoring()))
-
-
 def test_what_never_fits_is_refused(plain: Loaded) -> None:
     arguments = replace(plain.arguments, kv_cache_memory_bytes=10 * plain.decoder.token_bytes)
     reader = replace(plain.reader, arguments=arguments)
@@ -181,15 +175,6 @@ def test_a_greedy_token_is_the_likeliest_and_its_log_prob_is_of_temperature_one(
     assert penalised.log_prob == pytest.approx(math.log(0.3 / 0.76), abs=1e-5)
 
 
-def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> None:
-    (one,) = drawing(1, temperature=0, frequency_penalty=0.5, presence_penalty=0.25)
-    one.tokens += [0, 0, 3]
-    (drawn,) = Sampler(torch.device("cpu"), 0)(LOGITS[None], [one])
-    left = [0.4 * math.exp(-1.25), 0.3, 0.2, 0.1 * math.exp(-0.75)]
-    assert drawn.token == 1
-    assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)
-
-
 def test_words_are_masked_until_there_are_enough_tokens() -> None:
     logits = torch.zeros(LOCKED.eos + 1)  # type: ignore[operator]
     logits[LOCKED.eos] = 100.0
@@ -209,38 +194,6 @@ def test_rows_that_sample_differently_do_not_mix() -> None:
     assert [len(drawn[i].step) for i in (0, 1, 2)] == [0, 0, 2]
     for i in (0, 3, 6):
         assert drawn[i].log_prob == pytest.approx(math.log(PROBABILITIES[drawn[i].token]), abs=1e-5)
-
-
-def test_the_engines_seed_begins_the_noise_again() -> None:
-    sampler = Sampler(torch.device("cpu"), 3)
-
-    def tokens() -> list[int]:
-        return [one.token for one in sampler(LOGITS.repeat(50, 1), drawing(50))]
-
-    first, second = tokens(), tokens()
-    assert first != second
-    sampler.seed(3)
-    assert tokens() == first
-
-
-def test_half_precision_logits_are_drawn_from_in_float32() -> None:
-    (one,) = draw(logits=LOGITS.bfloat16())
-    exact = LOGITS.bfloat16().float().log_softmax(-1)[one.token].item()
-    assert one.log_prob == pytest.approx(exact, abs=1e-6)
-    assert np.float32(one.log_prob) != np.float32(torch.tensor(exact).bfloat16().item())
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"repetition_penalty": 2}, {"repetition_penalty": np.float32(2)}, {"min_p": np.float32(0.1)}, {"min_p": 1}],
-)
-def test_a_number_of_any_kind_is_one(params: dict[str, Any]) -> None:
-    """Transformers' own processors want a float, and an error here would end the engine."""
-    (ours,), (theirs,) = (
-        draw(**params),
-        draw(**{name: (int if name == "top_k" else float)(value) for name, value in params.items()}),
-    )
-    assert (ours.token, ours.log_prob) == (theirs.token, theirs.log_prob)
 
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
@@ -407,22 +360,6 @@ def test_other_families_are_decoded_alike(family: str, config: dict[str, Any], t
     for answer in some:
         expected = chosen(log_probs(engine.decoder.model, answer), answer)
         assert answer.output(True).logprobs == pytest.approx(expected, abs=TOLERANCE)
-
-
-def test_in_bfloat16_routes_and_log_probs_fit_each_other(plain_folder: Path) -> None:
-    """A pass that replays the routes comes as near as rounding lets it."""
-    engine = loaded(plain_folder, dtype="bfloat16")
-    some = [answers(engine, range(65, 65 + count), GREEDY)[0] for count in (3, 9)]
-    step(engine, *some, times=8)
-    for answer in some:
-        output = answer.output(True)
-        assert output.routed_experts is not None
-        rows = torch.from_numpy(np.concatenate([output.routed_experts, np.zeros((1, 4, 4))]).astype(np.int16))[None]
-        rows[:, :, 0], rows[:, -1] = -1, -1
-        with torch.no_grad(), engine.decoder.replay.replay(rows):  # type: ignore[union-attr]
-            logits = engine.decoder.model(torch.tensor([answer.ids])).logits[0].float()
-        expected = chosen(logits.log_softmax(-1)[len(answer.prompt_ids) - 1 : -1], answer)
-        assert output.logprobs == pytest.approx(expected, abs=0.15)
 
 
 class Blind(torch.nn.Module):

@@ -11,9 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.plain import loaded, save
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.backends.transformers import loading
-from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
+from torchrl_moe.modules.backends.transformers.loading import Loaded
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
@@ -52,13 +50,6 @@ def test_routers_are_held_in_float32_if_they_are_asked_to(
     assert model.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_routes_may_be_left_out(plain_folder: Path) -> None:
-    engine = loaded(plain_folder, enable_return_routed_experts=False, dtype="bfloat16")
-    assert engine.info.layout is None
-    assert engine.decoder.replay is None
-    assert engine.info.dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -92,30 +83,6 @@ def test_a_model_whose_forward_pass_wants_another_cache_is_refused(tmp_path: Pat
     ByteTokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"cannot serve Qwen3NextForCausalLM: .*; try vLLM"):
         loaded(tmp_path)
-
-
-def test_a_model_whose_routes_cannot_be_recorded_may_be_served_without(
-    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(model: Any) -> Any:
-        raise UnsupportedRouterError("its router hides")
-
-    monkeypatch.setattr(loading, "RouterReplay", refuse)
-    with pytest.raises(UnsupportedRouterError, match=r"hides\. enable_return_routed_experts=False serves it without"):
-        loaded(plain_folder)
-
-
-def test_routers_of_different_sizes_have_no_layout() -> None:
-    class Site:
-        def __init__(self, top_k: int) -> None:
-            self.top_k, self.num_experts = top_k, 8
-
-    class Replay:
-        sites = (Site(2), Site(1))
-        model = torch.nn.Identity()
-
-    with pytest.raises(UnsupportedRouterError, match="Identity has routers of different sizes"):
-        layout_of(Replay())  # type: ignore[arg-type]
 
 
 def test_the_models_own_ends_are_known(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,17 +54,6 @@ def test_what_it_cannot_do_is_refused_by_name(given: dict[str, Any], words: str)
         arguments_of({"model": "m", **given})
 
 
-def test_a_folder_without_weights_is_refused_before_a_process_is_started(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"{tmp_path}' has no weights"):
-        arguments_of({"model": str(tmp_path)})
-
-
-def test_objects_of_vllms_are_refused() -> None:
-    with pytest.raises(TypeError, match="takes its arguments as a mapping, got SimpleNamespace"):
-        arguments_of(SimpleNamespace(model="m"))
-
-
 def test_each_replica_has_a_seed_of_its_own() -> None:
     assert seeded({"model": "m", "seed": 5}, 0) == {"model": "m", "seed": 5}
     assert seeded({"model": "m", "seed": 5}, 2)["seed"] == 7
@@ -84,21 +71,6 @@ def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
     assert {"def preload(", "def run(", "def main("} <= {
         line.partition("(")[0] + "(" for line in path.read_text().splitlines()
     }
-
-
-def test_a_replica_has_one_device_and_may_be_forked() -> None:
-    assert kind.devices_per_replica({"model": "m"}) == 1
-    assert kind.reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) == ""
-
-
-def test_the_environment_says_how_loud_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 9)
-    environment = kind.engine_environment(num_replicas=2)
-    assert (environment["TRANSFORMERS_VERBOSITY"], environment["OMP_NUM_THREADS"]) == ("warning", "4")
-    assert kind.engine_environment("3", verbose=True)["CUDA_VISIBLE_DEVICES"] == "3"
-    assert kind.engine_environment(verbose=True)["TRANSFORMERS_VERBOSITY"] == "info"
 
 
 def test_its_program_runs_by_itself_where_nothing_may_fork_it(

@@ -69,10 +69,6 @@ def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: s
     assert output.routed_experts[:, 0, 0].tolist() == list(range(P + len(raw) - 1))
 
 
-def test_all_that_belongs_to_a_token_is_joined() -> None:
-    check(joined(b"abc", b"de", Params()), b"abcde", "abcde", 3, "length")
-
-
 def words(ids: list[int], sizes: list[int]) -> KeptIds:
     return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
 
@@ -83,11 +79,6 @@ def test_words_past_a_stop_string_fall_away() -> None:
     kept = join(2, one, two, Params(stop="STOP"), decode).kept
     assert kept is not None
     assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
-
-
-def test_an_answer_that_begins_again_is_the_rest_alone() -> None:
-    output = join(2, None, part(b"xyz", 0, 4), Params(), decode)
-    check(output, b"xyz", "xyz", 0, "length")
 
 
 ROWS = np.full((3, 2, 2), 1, np.int8)
@@ -190,36 +181,11 @@ def test_the_rest_is_asked_for_with_what_is_left() -> None:
     assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
 
 
-def test_limits_that_were_not_set_or_are_reached_stay_so() -> None:
-    rest = sampling_for_rest(Params(max_tokens=None, min_tokens=2), 0, P, part(b"abc", 0, 3), decode)
-    assert (rest.max_tokens, rest.min_tokens, rest.seed) == (None, 0, None)
-
-
 @pytest.mark.parametrize("limit", [2, 3])
 def test_an_answer_that_has_all_its_tokens_is_not_gone_on_with(limit: int) -> None:
     words = f"answer 1 to resume has 3 tokens already: max_tokens={limit} must be larger"
     with pytest.raises(ValueError, match=words):
         sampling_for_rest(Params(max_tokens=limit), 1, P, part(b"abc", 0, 3), decode)
-
-
-def test_an_answer_that_begins_again_is_asked_for_whole() -> None:
-    rest = sampling_for_rest(Params(seed=100, min_tokens=4), 2, P, None, decode)
-    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.routed_experts_prompt_start) == (1, 10, 4, 102, 0)
-
-
-def test_after_a_cut_inside_a_character_vllm_makes_no_text() -> None:
-    rest = sampling_for_rest(Params(stop="x"), 0, P, part("é".encode()[:1], 0, 3), decode)
-    assert (rest.detokenize, rest.stop) == (False, None)
-
-
-def test_the_prompt_of_the_rest_has_the_tokens_so_far() -> None:
-    request = Request(request_id="r", sampling_params=None, prompt="text", priority=3)
-    prompt = np.array([1, 2], np.int64)
-    rest = request_for_rest(request, "r~1", prompt, part(b"\x05\x06", 0, 0))
-    assert (rest.request_id, rest.prompt, rest.priority) == ("r~1", None, 3)
-    assert rest.prompt_token_ids.tolist() == [1, 2, 5, 6]
-    assert rest.prompt_token_ids.dtype == np.int32
-    assert request_for_rest(request, "r~1", prompt, None).prompt_token_ids.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

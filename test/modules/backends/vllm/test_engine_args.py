@@ -8,18 +8,15 @@ import site
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 from transformers import AutoConfig
 
 import torchrl_moe
 from torchrl_moe import _compat
 from torchrl_moe.cli.services import started
-from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
@@ -32,7 +29,6 @@ from torchrl_moe.modules.backends.vllm.engine_args import (
     check_vllm,
     devices_per_replica,
     engine_environment,
-    reason_not_to_fork,
     seeded,
 )
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
@@ -72,12 +68,6 @@ def test_an_installed_package_leaves_the_users_paths_alone(monkeypatch: pytest.M
     assert engine_environment()["PYTHONPATH"] == "theirs"
 
 
-def test_many_replicas_on_few_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert engine_environment(num_replicas=8)["OMP_NUM_THREADS"] == "1"
-
-
 def test_on_gpus_the_replica_sees_its_own_devices_and_cpu_settings_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,11 +86,6 @@ def test_an_engine_is_no_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) ->
         assert name not in engine_environment()
     monkeypatch.setenv("OF_RANK", "1")
     assert engine_environment()["OF_RANK"] == "1"
-
-
-def test_a_users_setting_keeps_processes_from_being_forked() -> None:
-    assert reason_not_to_fork({}) == reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}) == ""
-    assert reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) == "VLLM_WORKER_MULTIPROC_METHOD=spawn is set"
 
 
 def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
@@ -171,18 +156,6 @@ def test_of_vllms_own_object_only_what_differs_from_its_defaults(kind: str) -> N
     assert arguments_of(given) == {"model": "m", "max_model_len": 8, "enforce_eager": True}
 
 
-@pytest.mark.parametrize("given", ["path", None, ["model"], RoutingLayout, SimpleNamespace(model="m")])
-def test_anything_else_is_a_type_error_that_names_the_other_way(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a mapping or vllm\.AsyncEngineArgs, got .*from_pretrained"):
-        arguments_of(given)
-
-
-@pytest.mark.parametrize("given", [{}, {"max_model_len": 8}, {"model": None}, {"model": ""}])
-def test_a_model_must_be_named(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="names no model: set 'model'"):
-        arguments_of(given)
-
-
 @pytest.mark.parametrize(
     ("arguments", "devices"),
     [
@@ -233,24 +206,6 @@ def test_defaults_of_ours(moe: str) -> None:
     assert built.enable_log_requests is False  # a line per request is no log
     assert built.disable_log_stats is True
     assert built.use_tqdm_on_load is False
-
-
-def test_defaults_are_replaced_by_what_the_user_gives(moe: str) -> None:
-    theirs = {"logprobs_mode": "raw_logprobs", "enable_prefix_caching": False, "enable_return_routed_experts": False}
-    built = build_engine_args({"model": moe, **theirs})
-    assert {name: getattr(built, name) for name in theirs} == theirs
-
-
-def test_the_worker_extension_is_where_the_argument_says() -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
-
-    assert resolve_obj_by_qualname(WORKER_EXTENSION) is WorkerExtension
-
-
-def test_a_dense_model_captures_nothing(dense: str) -> None:
-    assert build_engine_args({"model": dense}).enable_return_routed_experts is False
 
 
 def test_capture_asked_of_a_dense_model_is_refused(dense: str) -> None:
@@ -409,24 +364,6 @@ def test_ranks_among_which_vllm_cannot_spread_experts_are_refused_on_cpu(
     assert build_engine_args({"model": dense, **split, "data_parallel_size": 2}).data_parallel_size == 2
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     assert build_engine_args({"model": moe, **split, "data_parallel_size": 2}).enable_expert_parallel
-
-
-def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
-    arguments = {"model": moe, "dtype": "bfloat16"}
-    config = build_engine_args({**arguments, "hf_overrides": {"head_dtype": "float32"}}).create_model_config()
-    assert (config.dtype, config.head_dtype) == (torch.bfloat16, torch.float32)
-    assert build_engine_args(arguments).create_model_config().head_dtype == torch.bfloat16
-
-
-def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
-    with pytest.raises(ValueError, match="return_sampling_mask: completions always say"):
-        build_engine_args({"model": moe, "return_sampling_mask": True})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
-def test_vllm_has_no_sleep_mode_on_cpu(moe: str) -> None:
-    with pytest.raises(ValueError, match="Sleep mode is not supported on current platform"):
-        build_engine_args({"model": moe, "enable_sleep_mode": True})
 
 
 def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:

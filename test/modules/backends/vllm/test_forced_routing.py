@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from support.engines import EngineShelf
-from support.reference import TOLERANCE, Reference
 from support.routes import rows_of
-from support.versions import random_ids
 from torchrl_moe._compat import SCHEDULERS
-from torchrl_moe.data import RoutingLayout
-from torchrl_moe.errors import ReplayError, RequestRefusedError, RouteValueError
-from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach
 from torchrl_moe.modules.backends.vllm.forced_routing import (
     FORMULAS,
@@ -388,156 +381,3 @@ def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
 def test_a_router_that_does_not_follow_is_named(function: Any, words: str) -> None:
     with pytest.raises(ValueError, match=rf"layer 3: CPURouter cannot follow .*{words}"):
         prove(3, router(custom_routing_function=function), hidden_size=4, dtype=torch.float32)
-
-
-# -- the engine -------------------------------------------------------------------------------------------------------
-
-
-def some_rows(layout: RoutingLayout, count: int, seed: int = 0) -> NDArray[Any]:
-    """Routes that no router would choose."""
-    rng = np.random.default_rng(seed)
-    rows = np.full((count, layout.num_layers, layout.top_k), -1, layout.numpy_dtype)
-    for layer in layout.moe_layers:
-        rows[:, layer] = rng.permuted(np.tile(np.arange(layout.num_experts), (count, 1)), axis=1)[:, : layout.top_k]
-    return rows
-
-
-def layout_of(engine: AsyncVLLM) -> RoutingLayout:
-    assert engine.infos[0].forced_routing_unavailable_reason == ""
-    assert engine.routing_layout is not None
-    return engine.routing_layout
-
-
-def check(reference: Reference, completion: Completion, rows: NDArray[Any]) -> None:
-    """The engine recorded the rows that it followed, and transformers, which follows them too, finds its log-probs."""
-    moe = [layer for layer in range(rows.shape[1]) if (rows[:, layer] >= 0).any()]
-    known = rows[:, moe[0], 0] >= 0
-    for output in completion.outputs:
-        recorded = output.routed_experts.astype(np.int64)
-        assert (recorded[: len(rows)][known][:, moe] == rows[known][:, moe]).all()
-        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
-        followed = torch.zeros(len(recorded), dtype=torch.bool)
-        followed[: len(rows)] = torch.from_numpy(known)
-        log_probs, routes = reference(ids, routes=recorded, followed=followed)
-        off = (torch.from_numpy(output.logprobs.copy()) - log_probs[-len(output.token_ids) :]).abs()
-        assert off.max() <= TOLERANCE
-        for layer, expected in routes.items():
-            assert (np.sort(recorded[:, layer]) == expected[: len(recorded)].sort(-1).values.numpy()).all()
-
-
-PARAMS = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-
-
-def generate(engine: AsyncVLLM, prompts: Any, rows: Any, **params: Any) -> Any:
-    return engine.generate(
-        prompt_token_ids=prompts, sampling_params={**PARAMS, **params}, routed_experts=rows, use_tqdm=False
-    )
-
-
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
-
-
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.engine(name)) for name in FAMILIES])
-def test_an_engine_follows_experts_that_it_would_not_choose(family: str, engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    """Whole prompts, parts of prompts, rows with gaps, several answers; beside a request that follows nothing."""
-    layout, reference = layout_of(engine), Reference(shelf.folder(family))
-    prompts = [random_ids(seed, length).tolist() for seed, length in enumerate((40, 40, 200, 3, 40))]
-    rows: list[Any] = [some_rows(layout, count, seed) for seed, count in enumerate((40, 17, 200, 3))]
-    rows[2][gaps(200)] = -1
-    completions = generate(engine, prompts, [*rows, None], n=2)
-    for completion, one in zip(completions, [*rows, some_rows(layout, 0)], strict=True):
-        if len(one):
-            check(reference, completion, one)
-        else:
-            assert reference.distance(completion) <= TOLERANCE
-    live = generate(engine, prompts[:1], [None])[0].outputs[0].routed_experts
-    followed = completions[0].outputs[0].routed_experts
-    assert (live[:40, layout.moe_layers] == followed[:40, layout.moe_layers]).mean() < 0.5
-
-
-@pytest.mark.soak
-@pytest.mark.engine("qwen3_moe", tensor_parallel_size=2)
-def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    prompts = [random_ids(40 + seed, length).tolist() for seed, length in enumerate((60, 60, 200, 33))]
-    rows = [some_rows(layout, 60, 1), None, some_rows(layout, 200, 2), some_rows(layout, 9, 3)]
-    for completion, one in zip(generate(engine, prompts, rows, n=2), rows, strict=True):
-        if one is None:
-            assert reference.distance(completion) <= TOLERANCE
-        else:
-            check(reference, completion, one)
-    for ids, one, scores in zip(prompts, rows, engine.score(prompts, rows), strict=True):
-        followed = np.full((len(ids), layout.num_layers, layout.top_k), -1)
-        if one is not None:
-            followed[: len(one)] = one
-        expected, _ = reference(
-            ids, routes=followed, followed=torch.from_numpy(followed[:, layout.moe_layers[0], 0] >= 0)
-        )
-        assert (scores - expected)[1:].abs().max() <= TOLERANCE
-
-
-def gaps(count: int) -> NDArray[np.bool_]:
-    return np.random.default_rng(9).random(count) < 0.3
-
-
-@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
-def test_rows_stay_with_their_tokens_where_prompts_are_read_in_chunks(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    prompts = [random_ids(20 + seed, 90 + 31 * seed).tolist() for seed in range(6)]
-    rows = [None if seed == 2 else some_rows(layout, 50 + 31 * seed, seed) for seed in range(6)]
-    for completion, one in zip(generate(engine, prompts, rows), rows, strict=True):
-        if one is None:
-            assert reference.distance(completion) <= TOLERANCE
-        else:
-            check(reference, completion, one)
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    ids = random_ids(77, 300).tolist()
-    rows, others = some_rows(layout, 300, 1), some_rows(layout, 300, 2)
-    others[:128] = rows[:128]  # a block of the cache, and not the next one
-    cached = []
-    for one in (rows, rows.astype(np.int16), others, None, None):
-        completion = generate(engine, [ids], [one])[0]
-        cached.append(completion.num_cached_tokens)
-        if one is not None:
-            check(reference, completion, one)
-        else:
-            assert reference.distance(completion) <= TOLERANCE
-    assert cached == [0, 256, 128, 0, 256]
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_what_is_no_route_refuses_its_request_and_no_other(engine: AsyncVLLM) -> None:
-    layout = layout_of(engine)
-    good = some_rows(layout, 4)
-    bad: dict[str, Any] = {
-        r"at most a row per prompt token, 5, got 6": some_rows(layout, 6),
-        r"must have shape \[rows, 4, 4\]": good[:, :3],
-        "signed integer dtype, got uint8": good.astype(np.uint8),
-        "array of integers, got ndarray of float32": good.astype(np.float32),
-        "holds expert 16": np.where(good == 15, 16, good),
-        "partly -1": np.concatenate([good[:, :, :3], np.full_like(good[:, :, :1], -1)], -1),
-        "that layer has no router": np.abs(good),
-    }
-    twice = good.copy()
-    twice[3, 2] = 7
-    bad["twice"] = twice
-
-    async def ask(rows: Any) -> Completion:
-        return await engine.agenerate(
-            prompt_token_ids=[65] * 5, sampling_params={**PARAMS, "temperature": 0.0}, routed_experts=rows
-        )
-
-    async def ask_all() -> list[Any]:
-        return list(await asyncio.gather(*map(ask, [*bad.values(), good]), return_exceptions=True))
-
-    *errors, answer = asyncio.run(ask_all())
-    for words, error in zip(bad, errors, strict=True):
-        with pytest.raises((RequestRefusedError, RouteValueError), match=words):
-            raise error
-    assert len(answer.outputs[0].token_ids) == 12
-    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
-        engine.generate("text", PARAMS, routed_experts=good, use_tqdm=False)

@@ -43,7 +43,7 @@ def look_inside(engine: AsyncVLLM) -> list[Any]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.parity), "deepseek_v3"])
 def test_weights_and_logits_are_float32_after_a_sync_too(no_engine: EngineShelf, tmp_path: Path, family: str) -> None:
     folder = save_tiny_moe(tmp_path / "model", family, dtype=torch.bfloat16)
     master = make_tiny_moe(family, dtype=torch.bfloat16).float()
@@ -72,6 +72,7 @@ def test_weights_and_logits_are_float32_after_a_sync_too(no_engine: EngineShelf,
         assert completion.outputs[0].routed_experts is not None
 
 
+@pytest.mark.parity
 @pytest.mark.engine(dtype="bfloat16")
 def test_otherwise_a_router_is_rounded_and_the_engine_says_so(engine: AsyncVLLM) -> None:
     """The checkpoint is in float32: its dtypes would say nothing of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Callable
@@ -14,18 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
-from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.replica import KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
     adjust_scores,
-    adjusted,
-    can_report,
     check_bad_words,
-    lift_top_k_rule,
     prompt_logprobs,
     report_kept,
     scoring_params,
@@ -81,13 +75,6 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
     assert there == build(spec)
 
 
-def test_an_object_of_the_caller_is_left_as_it_was() -> None:
-    theirs = vllm_object(logprobs=0)
-    ours = build(theirs, {"regex": "a"})
-    assert theirs == vllm_object(logprobs=0)
-    assert ours is not theirs
-
-
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -101,11 +88,6 @@ def test_an_object_of_the_caller_is_left_as_it_was() -> None:
 def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"SamplingParams\\({name}={re.escape(repr(value))}\\): a completion has the"):
         build(wrap(**{name: value}))
-
-
-@pytest.mark.parametrize("wrap", [dict, vllm_object])
-def test_vllm_gives_all_rows_which_an_answer_that_is_cut_follows(wrap: Callable[..., Any]) -> None:
-    assert build(wrap(routed_experts_prompt_start=3)).routed_experts_prompt_start == 0
 
 
 def test_an_engine_that_reports_no_kept_tokens_gives_no_log_probs_over_a_part_of_the_vocabulary() -> None:
@@ -132,33 +114,6 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, tempe
     with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
         builder({"temperature": temperature, "logprobs": 0})
     assert builder({"temperature": temperature}).logprobs is None
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])  # greedy: nobody trains on it
-def test_raw_log_probs_are_right_where_temperature_changes_nothing(temperature: float) -> None:
-    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode="raw_logprobs")
-    assert builder({"temperature": temperature, "logprobs": 0}).logprobs == 0
-
-
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        ({"max_token": 3}, TypeError, "max_token"),
-        ({"temperature": -1.0}, Exception, "temperature must be non-negative"),
-        ({"n": 0}, Exception, "n must be at least 1"),
-        (5, ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got int"),
-        ("greedy", ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got str"),
-    ],
-)
-def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
-        build(spec)
-    assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
-
-
-def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
-    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
-    assert not build({}).skip_reading_prefix_cache
 
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
@@ -193,56 +148,10 @@ def test_guided_options_become_structured_outputs() -> None:
         assert structured.regex == "a+"
 
 
-@pytest.mark.parametrize("options", [{"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+"])
-def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> None:
-    with pytest.raises(vllm_client_errors(), match=r"structured outputs|guided_options"):
-        build({}, options)
-
-
 def test_an_address_that_is_used_again_is_not_taken_for_the_old_value() -> None:
     builder = SamplingParamsBuilder()
     for max_tokens in range(1, 200):
         assert builder({"max_tokens": max_tokens}).max_tokens == max_tokens
-
-
-def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
-    builder, good = SamplingParamsBuilder(reports_kept=False), {"max_tokens": 2}
-    assert builder(good).max_tokens == 2
-    with pytest.raises(ValueError, match="leaves vocabulary entries out"):
-        builder({"top_k": 3, "logprobs": 0, "max_tokens": 9})
-    assert builder(good).max_tokens == 2
-
-
-# -- what a real engine makes of it -----------------------------------------------------------------------------------
-
-PROMPT_IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) -> None:
-    async def attempt() -> list[str]:
-        finished: list[str] = []
-
-        async def ask(name: str, priority: int, max_tokens: int) -> None:
-            params = {"max_tokens": max_tokens, "ignore_eos": True}
-            await engine.agenerate(PROMPT_IDS, params, priority=priority)
-            finished.append(name)
-
-        blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
-        while not engine.stats()[0]["running"] and not blocker.done():
-            await asyncio.sleep(0.01)
-        waiting = [asyncio.create_task(ask(f"priority {priority}", priority, 2)) for priority in (7, 3, 5)]
-        while engine.stats()[0]["waiting"] < 3 and not blocker.done():
-            await asyncio.sleep(0.01)
-        in_time = not blocker.done()
-        await asyncio.gather(blocker, *waiting)
-        return finished if in_time else []
-
-    for _ in range(8):  # on a busy machine the blocker may be done before the others have arrived
-        if finished := asyncio.run(attempt()):
-            assert finished == ["running", "priority 3", "priority 5", "priority 7"]
-            return
-    pytest.fail("the blocker was always done before the others had arrived")
 
 
 # -- masks of kept tokens; those of a real engine are in test_truncated_sampling.py ------------------------------------
@@ -323,21 +232,6 @@ def test_several_tokens_of_a_request_are_one_list_each() -> None:
     assert said(runner, {"top_k": 2}, {"top_k": 2}, num_sampled=[2, 1]) == [[[5, 7], [~0]], [[3]]]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reports"),
-    [({}, True), ({"logprobs_mode": "raw_logprobs"}, False), ({"logits_processors": ["mine"]}, False)],
-)
-def test_engines_whose_masks_say_all_report_them(fields: dict[str, Any], reports: bool) -> None:
-    args = SimpleNamespace(**{"logprobs_mode": "processed_logprobs", "logits_processors": None, **fields})
-    assert can_report(args) is reports
-
-
-def test_the_frontend_asks_for_no_top_k() -> None:
-    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
-    assert lift_top_k_rule(engine) is True
-    assert lift_top_k_rule(engine) is False
-
-
 # -- scores of prompts -------------------------------------------------------------------------------------------------
 
 
@@ -362,11 +256,6 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
 
 
-def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
-    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
-    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
-
-
 @pytest.mark.parametrize("values", [[-1.0, -0.5], []])
 def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -> None:
     scores = prompt_logprobs(np.array(values)[:, None] if values else None, len(values) + 1)
@@ -374,10 +263,6 @@ def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -
     assert scores.dtype == np.float32
     assert math.isnan(scores[0])
     assert scores[1:].tolist() == values
-
-
-def test_a_prompt_that_was_cut_has_no_scores() -> None:
-    assert prompt_logprobs(None, 3) is None
 
 
 class ScoringWorker:

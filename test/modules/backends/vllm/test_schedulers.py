@@ -87,15 +87,6 @@ def test_a_request_without_a_token_has_no_rows_to_keep(scheduler: Any) -> None:
     assert not forced_of(request).is_recorded
 
 
-def test_rows_that_the_model_chose_among_given_ones_are_kept_too(scheduler: Any) -> None:
-    """Given rows may hold -1: that is how they were read the first time, and not the next."""
-    given = np.full((3, 2, 2), -1, np.int8)
-    given[0] = 7
-    request = a_request(scheduler, prompt=3, forced=Forced(rows=given))
-    sample(scheduler, request, start=0)
-    assert (preempt(scheduler, request).rows == STORE[:3]).all()
-
-
 def test_rows_from_before_those_that_are_delivered_are_the_given_ones(scheduler: Any) -> None:
     """The rest of an answer follows what it had, and asks for its own rows only; where it has none, routers choose."""
     given = np.full((2, 2, 2), 7, np.int8)
@@ -103,12 +94,6 @@ def test_rows_from_before_those_that_are_delivered_are_the_given_ones(scheduler:
     sample(scheduler, request, start=4)
     rows = preempt(scheduler, request).rows
     assert (rows[:2] == 7).all() and (rows[2:4] == -1).all() and (rows[4:] == STORE[4:5]).all()
-
-
-def test_a_request_that_is_to_be_routed_live_keeps_none(scheduler: Any) -> None:
-    request = a_request(scheduler, prompt=3, forced=Forced(is_live=True))
-    sample(scheduler, request, start=0)
-    assert preempt(scheduler, request).rows is None
 
 
 def test_tokens_under_way_at_a_preemption_bring_their_rows(scheduler: Any) -> None:
@@ -167,10 +152,6 @@ def test_a_block_is_named_by_the_rows_in_it() -> None:
 def test_a_block_that_follows_nothing_is_anybodys(rows: Any, start: int) -> None:
     assert keys_of(rows, start, start + 4) is None
     assert keys_of(rows, start, start + 4, "salt") == (None if start else (("cache_salt", "salt"),))
-
-
-def test_a_salt_stays_beside_the_rows() -> None:
-    assert keys_of(ROWS, 0, 4, "salt") == (("cache_salt", "salt"), *keys_of(ROWS, 0, 4))
 
 
 # -- the question that tries new weights ------------------------------------------------------------------------------
@@ -261,13 +242,3 @@ def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> N
         steps.drain()
     finish(steps)
     assert set(steps.tokens.values()) == {0, 1, 30}
-
-
-def test_a_question_that_comes_in_the_middle_of_a_step_disturbs_no_token(make: Make) -> None:
-    steps = make()
-    fill(steps)
-    steps.step()
-    steps.add("check", prompt=16, max_tokens=1, check=True)
-    assert steps.step() == {"check": 16}
-    finish(steps)
-    assert set(steps.tokens.values()) == {1, 30}
