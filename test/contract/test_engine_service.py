@@ -24,7 +24,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 
 IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
-LONG = 300
+LONG = 120
 GREEDY = {"temperature": 0.0}
 VLLM = pytest.param("engine", marks=pytest.mark.engine("qwen3_moe", num_replicas=2), id="vllm")
 CLOSE = 1e-4
@@ -210,9 +210,9 @@ def test_a_task_that_is_cancelled_leaves_no_request(service: Any) -> None:
 # -- pauses -----------------------------------------------------------------------------------------------------------
 
 
-def running(service: Any, seconds: float, tokens: int = LONG) -> Any:
-    """A call of eight requests that has run for so long."""
-    call = in_thread(lambda: ask(service, [IDS] * 8, tokens))
+def running(service: Any, seconds: float) -> Any:
+    """A call of four requests that has run for so long."""
+    call = in_thread(lambda: ask(service, [IDS] * 4, LONG))
     until(lambda: call.done() or sum(row["running"] for row in service.stats()))
     time.sleep(seconds)
     return call
@@ -237,8 +237,8 @@ def test_keep_freezes_what_runs_and_a_resume_finishes_it(service: Any, clear_cac
 
 
 def test_wait_lets_what_runs_finish_and_holds_what_comes(service: Any) -> None:
-    call = in_thread(lambda: ask(service, [IDS] * 8, 60))
-    until(lambda: call.done() or sum(row["running"] for row in service.stats()) == 8)  # what comes later is held
+    call = in_thread(lambda: ask(service, [IDS] * 4, 40))
+    until(lambda: call.done() or sum(row["running"] for row in service.stats()) == 4)  # what comes later is held
     service.pause("wait")
     try:
         assert {completion.outputs[0].finish_reason for completion in call.result(PATIENCE)} == {"length"}
@@ -256,7 +256,7 @@ def test_abort_cuts_what_runs(service: Any) -> None:
         done = call.result(PATIENCE)
         return done if all(completion.aborted for completion in done) else None
 
-    assert len(caught(attempt)) == 8
+    assert len(caught(attempt)) == 4
 
 
 # -- recorded experts -------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ STREAMS = pytest.mark.parametrize("streaming", ["fake", VLLM])
 @pytest.mark.parametrize("how", ["plain", "stop strings", "paused meanwhile"])
 def test_parts_are_the_beginning_of_the_answer(streaming: str, how: str, request: pytest.FixtureRequest) -> None:
     service, parts = request.getfixturevalue(streaming), []
-    params = {"max_tokens": 200, "logprobs": 0, "ignore_eos": True, "n": 2}
+    params = {"max_tokens": LONG, "logprobs": 0, "ignore_eos": True, "n": 2}
     if how == "stop strings":
         params |= {"top_p": 0.9, "stop": ["qqq", "\x00\x00"]}
 
@@ -315,7 +315,7 @@ def test_parts_are_the_beginning_of_the_answer(streaming: str, how: str, request
     assert [part.prompt_token_ids.tolist() for part in parts] == [IDS] + [[]] * (len(parts) - 1)
     for output in whole.outputs:
         tokens, text, logprobs = told(parts, output.index)
-        assert len(tokens) > 20
+        assert len(tokens) > 10
         assert tokens == output.token_ids.tolist()[: len(tokens)]
         assert output.text.startswith(text)
         assert logprobs == output.logprobs[: len(tokens)].tolist()
@@ -342,21 +342,21 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
                 threading.Thread(target=kill, args=[service, killed[0]]).start()
 
         async def main() -> list[Any]:
-            params = {"max_tokens": 100, "logprobs": 0, "ignore_eos": True, **GREEDY}
-            others = [service.agenerate([65 + i], params) for i in range(20)]
+            params = {"max_tokens": 60, "logprobs": 0, "ignore_eos": True, **GREEDY}
+            others = [service.agenerate([65 + i], params) for i in range(10)]
             return await asyncio.gather(service.agenerate(IDS, params, on_part=take), *others)
 
         streamed, *others = asyncio.run(main())
         (answer,), (tokens, text, logprobs) = streamed.outputs, told(parts)
         assert streamed.metrics.replica == 1 - killed[0]
-        assert (len(answer.token_ids), answer.finish_reason, answer.resume) == (100, "length", "live")
+        assert (len(answer.token_ids), answer.finish_reason, answer.resume) == (60, "length", "live")
         assert tokens == answer.token_ids.tolist()[: len(tokens)]
         assert answer.text.startswith(text)
         assert logprobs == answer.logprobs[: len(tokens)].tolist()
-        assert len(answer.routed_experts) == len(IDS) + 100 - 1
-        assert [one.prompt_token_ids.tolist() for one in others] == [[65 + i] for i in range(20)]
-        assert {len(one.outputs[0].token_ids) for one in others} == {100}
-        assert Counter(one.metrics.replica for one in others)[killed[0]] < 20
+        assert len(answer.routed_experts) == len(IDS) + 60 - 1
+        assert [one.prompt_token_ids.tolist() for one in others] == [[65 + i] for i in range(10)]
+        assert {len(one.outputs[0].token_ids) for one in others} == {60}
+        assert Counter(one.metrics.replica for one in others)[killed[0]] < 10
         if streaming != "fake":  # it comes back
             until(lambda: [row["state"] for row in service.stats()] == ["SERVING"] * 2)
 

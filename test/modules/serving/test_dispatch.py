@@ -946,19 +946,6 @@ def test_a_replica_that_does_not_accept_an_abort_holds_up_no_call(serve: Any, mo
     replicas(lb)[0].die()
 
 
-def test_requests_of_several_kinds_keep_their_order_when_a_replica_comes_back(serve: Any) -> None:
-    lb = serve(places=1)
-    lb.set_states(ReplicaState.SYNCING)
-    calls = []
-    for number in range(6):
-        calls.append(start(lb, [str(number)], group_ids=f"g{number}"))
-        until(lambda number=number: lb.unplaced == number + 1)
-    lb.set_states(ReplicaState.SERVING, 0)
-    for future in calls:
-        future.result(60.0)
-    assert replicas(lb)[0].asked("submit") == [[str(number)] for number in range(6)]
-
-
 def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(serve: Any) -> None:
     lb = serve(2, places=1, token_seconds=slow_if("holder"))
     lb.set_states(ReplicaState.SYNCING, 0)
@@ -1019,25 +1006,6 @@ def queue(limit: int | None, *priorities: int) -> tuple[Admission, list[InFlight
     return admission, requests
 
 
-def test_without_a_limit_each_request_has_a_place_at_once() -> None:
-    admission, requests = queue(None, *[0] * 1000)
-    assert [admission.next() for _ in range(1001)] == [*requests, None]
-    assert (admission.taken, admission.waiting) == (1000, 0)
-
-
-def test_places_are_given_in_order_of_arrival() -> None:
-    admission, (a, b, c) = queue(2, 0, 0, 0)
-    assert [admission.next(), admission.next(), admission.next()] == [a, b, None]
-    assert (admission.taken, admission.waiting) == (2, 1)
-    admission.give_back()
-    assert [admission.next(), admission.next()] == [c, None]
-
-
-def test_the_lower_priority_number_goes_first() -> None:
-    admission, (a, b, c) = queue(None, 0, 1, -1)
-    assert [admission.next() for _ in range(3)] == [c, a, b]
-
-
 def test_no_request_starves_a_priority_is_worth_so_many_seconds() -> None:
     clock = Clock()
     admission = Admission(None, clock)
@@ -1046,16 +1014,6 @@ def test_no_request_starves_a_priority_is_worth_so_many_seconds() -> None:
         clock.now = now
         admission.put(request)
     assert [admission.next() for _ in range(3)] == [early, low, late]
-
-
-def test_a_request_that_comes_again_has_its_old_turn() -> None:
-    admission, (a, b) = queue(1, 0, 0)
-    assert admission.next() is a
-    admission.give_back()
-    admission.put(a)  # no replica took it
-    assert admission.next() is a
-    admission.give_back()
-    assert admission.next() is b
 
 
 def test_what_is_taken_out_leaves_nothing_behind() -> None:
@@ -1073,42 +1031,6 @@ def test_what_is_taken_out_leaves_nothing_behind() -> None:
     assert len(admission._turns) <= 2 * 100 + 64
     admission.give_back()
     assert admission.next() is last
-
-
-class Instant(float):
-    """A time that counts how often any of its kind is compared."""
-
-    compared = 0
-
-    def __add__(self, other: float) -> Instant:
-        return Instant(float(self) + other)
-
-    def __lt__(self, other: float) -> bool:
-        Instant.compared += 1
-        return float(self) < float(other)
-
-    def __eq__(self, other: object) -> bool:
-        Instant.compared += 1
-        return float(self) == other
-
-    def __hash__(self) -> int:
-        return hash(float(self))
-
-
-def test_who_is_next_is_found_among_many_priorities_without_a_look_at_each() -> None:
-    admission, count = Admission(None, lambda: Instant(0.0)), 1024
-    requests = [waiting_request(priority) for priority in range(count)]
-    for request in reversed(requests):
-        admission.put(request)
-    Instant.compared = 0
-    assert [admission.next() for _ in requests] == requests
-    assert Instant.compared <= count * 10 * 4  # a heap of so many has ten levels
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_of_nothing_is_refused(limit: int) -> None:
-    with pytest.raises(ValueError, match=rf"must be an integer of at least 1, or None, got {limit}"):
-        Admission(limit)
 
 
 class AdmissionMachine(RuleBasedStateMachine):

@@ -144,37 +144,6 @@ def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve
     assert engine.collective_rpc("do", 7.0) == [[i, "do", (), None, 7.0] for i in range(3)]
 
 
-def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    engine.replica_table.mark_dead(0)
-    engine.replica_table.replace(0, FakeReplica(0, start_seconds=3600.0))
-    engine.pause()
-    engine.resume()
-    for replica in (engine.replicas[0], engine.replica_table[0].replica):
-        replica.overrides["stats"] = lambda timeout: pytest.fail("asked")
-    assert math.isnan(engine.get_cache_usage()[0])
-    assert math.isnan(engine.get_cache_usage(0))
-    assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
-    engine.replicas[1].die()
-    engine.replica_table.set_recovery(0, Recovery.SUPERVISOR)
-    with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#0 STARTING.*Wait for their restart"):
-        engine.pause()
-
-
-def test_a_death_under_a_command_is_noted(serve: Any) -> None:
-    engine = serve(2)
-
-    def die(timeout: float) -> None:
-        engine.replicas[0].die()
-        raise ReplicaDiedError("died under it")
-
-    engine.replicas[0].overrides["resume"] = die
-    with pytest.raises(ReplicaDiedError, match="died under it"):
-        engine.resume()
-    assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]
-
-
 # -- life -------------------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +183,6 @@ def test_one_that_is_added_has_the_weights_of_the_others_before_it_serves(fleet:
     assert service.add_replicas() == [1]
     assert brought == [(1, "STARTING")]
     assert [row["version"] for row in service.stats()] == [3, 3]
-
-
-def test_one_that_needs_weights_that_nobody_brings_waits_for_the_next_update(fleet: Any) -> None:
-    service = fleet(1)
-    service.replica_table.set_version(0, 3)
-    assert service.add_replicas() == [1]
-    assert (service.states, service.replica_table[1].recovery) == (["SERVING", "STARTING"], Recovery.UPDATE)
 
 
 def test_more_requests_run_at_a_time_with_more_replicas_unless_the_user_said_how_many(fleet: Any) -> None:
@@ -315,13 +277,6 @@ def test_of_two_who_remove_the_last_two_replicas_one_is_refused(fleet: Any) -> N
     assert service.num_replicas == 1
 
 
-def test_two_who_add_at_once_get_replicas_of_their_own(fleet: Any) -> None:
-    service = fleet(1, lambda index, _: FakeReplica(index, start_seconds=0.2 if index else 0.0))
-    adding = [in_thread(lambda: service.add_replicas(2)) for _ in range(2)]
-    assert sorted(index for call in adding for index in call.result(60.0)) == [1, 2, 3, 4]
-    assert [(entry.index, entry.replica.index) for entry in service.replica_table] == [(i, i) for i in range(5)]
-
-
 def test_a_replica_takes_nothing_new_while_it_is_drained_whatever_an_update_does(fleet: Any) -> None:
     service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
     call = in_thread(lambda: ask(service, actor_index=1, request_ids="x"))
@@ -406,14 +361,6 @@ def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytes
     assert (
         service.replica_table[0].last_error == f"replica 0 died: under {service.made[0][0].submitted[0].request_id!r}"
     )
-
-
-def test_a_quarantined_replica_is_ended_and_restarted(fleet: Any) -> None:
-    service = fleet()
-    service.replica_table.set_state(0, ReplicaState.SYNCING)
-    service.replica_table.set_state(0, ReplicaState.QUARANTINED)
-    until_serving(service, [1, 0])
-    assert not service.made[0][0].is_alive()
 
 
 # -- not for ever -----------------------------------------------------------------------------------------------------
@@ -792,24 +739,6 @@ def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
     with pytest.raises(EngineError):  # whichever comes first: no replica comes back, or the service was shut down
         call.result(60.0)
     until(no_thread_restarts)
-
-
-def test_a_replica_that_is_ready_after_the_end_is_awaited_by_nobody(fleet: Any) -> None:
-    ready = threading.Event()
-
-    def wait() -> None:
-        assert ready.wait(60.0)
-
-    service = fleet(1, lambda i, n: ScriptedReplica(i, script={"ready": wait} if n else {}))
-    service.replica_table.set_version(0, 3)
-    service.kill(0)
-    until(lambda: service.restarts == [1])
-    call = in_thread(lambda: ask(service))
-    service._fleet.end(lambda replica: ready.set())
-    until(no_thread_restarts)
-    assert service.replica_table[0].recovery is Recovery.NOBODY
-    with pytest.raises(NoReplicaError):
-        call.result(60.0)
 
 
 def test_a_delay_without_end_starts_nothing_until_the_shutdown(fleet: Any) -> None:

@@ -276,13 +276,6 @@ def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pyt
         AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
 
 
-def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
-    vllm = pytest.importorskip("vllm")
-    with AsyncVLLM.launch(vllm.AsyncEngineArgs(model="m", seed=5), 2, sampling_params={"n": 2}) as engine:
-        assert engine.num_replicas == 2
-        assert [replica.arguments for replica in scripted.made] == [{"model": "m", "seed": seed} for seed in (5, 6)]
-
-
 # -- one real replica -------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What users may pass, argument by argument: prompts, requests, routes, completions to resume."""
+"""What users may pass, argument by argument: prompts, requests, routes, scores, completions to resume."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tensordict import lazy_stack
 
 from support.completions import cut
 from support.values import VALUES
-from torchrl_moe.data import RoutedExperts
-from torchrl_moe.errors import RouteValueError
+from torchrl_moe.data import KeptTokens, RoutedExperts
+from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM, LoadBalancer
-from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request
+from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
 from torchrl_moe.modules.serving import launch
 from torchrl_moe.modules.serving.candidates import FaultPolicy
@@ -37,6 +37,8 @@ from torchrl_moe.modules.serving.requests import (
     request_ids_each,
     request_to_resume,
     rows_each,
+    scores_of,
+    scorings,
     whole,
 )
 from torchrl_moe.modules.serving.strategies import KVCache, PowerOfTwo, PrefixAware, SessionAffinity, Settings
@@ -527,7 +529,7 @@ def test_completions_of_nothing_are_not_resumed() -> None:
     one = an_answer()
     with pytest.raises(ValueError, match="resume cannot be empty: the error that it is from did not end a generate"):
         normalise_prompts(resume=[])
-    with pytest.raises(ValueError, match=r"resume\[1\] has no an_answer"):
+    with pytest.raises(ValueError, match=r"resume\[1\] has no answer"):
         normalise_prompts(resume=[one, replace(one, outputs=[])])
     with pytest.raises(ValueError, match=r"resume\[1\] has no prompt"):
         normalise_prompts(resume=[one, replace(one, prompt=None, prompt_token_ids=np.empty(0, np.int64))])
@@ -854,3 +856,68 @@ def test_it_is_copied_and_pickled() -> None:
         assert type(other) is SamplingParameters
         assert other == params
         assert other.max_tokens == 8
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+SINGLE = normalise_prompts([5, 6, 7])
+DOUBLE = normalise_prompts([[5, 6, 7], [8]])
+KEPT = KeptTokens(ids=torch.tensor([4, 9, -1]), sizes=torch.tensor([0, 2, 0]))
+
+NO_TEMPERATURES = (0.0, float("nan"), float("inf"), "hot", True, None)
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_ids() -> None:
+    assert scorings(SINGLE, 1.0, None) == [Scoring()]
+    assert scorings(DOUBLE, 0.5, None) == [Scoring(temperature=0.5)] * 2
+    first, second = scorings(DOUBLE, torch.tensor([0.5, 2.0]), [KEPT, None])
+    assert (first.temperature, second.temperature, second.kept) == (0.5, 2.0, None)
+    assert isinstance(first.kept, KeptIds)
+    assert (first.kept.ids.tolist(), first.kept.sizes.tolist()) == ([4, 9], [0, 2, 0])  # what pads held is gone
+    assert first.kept.ids.dtype == first.kept.sizes.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("batch", "temperature", "kept", "words"),
+    [
+        (normalise_prompts("text"), 1.0, None, "takes token ids"),
+        *((SINGLE, bad, None, f"temperature must be a finite number above 0, got {bad!r}") for bad in NO_TEMPERATURES),
+        (SINGLE, 1.0, 5, r"kept\[0\] must be the KeptTokens of one sequence, or None, got 5"),
+        (DOUBLE, 1.0, 5, "kept must be a list with KeptTokens or None for each sequence, got 5"),
+        (DOUBLE, 1.0, KEPT, "kept must be a list with KeptTokens or None for each sequence"),
+        (SINGLE, 1e-40, None, "temperature must be a finite number of at least 1e-20, got 1e-40"),
+        (DOUBLE, [1.0], None, "temperature must have one entry per sequence: got 1 for 2"),
+        (DOUBLE, [[1.0, 1.0]], None, r"one per sequence, got shape \[1, 2\]"),
+        (DOUBLE, [1.0, 1.0, 1.0], None, "temperature must have one entry per sequence: got 3 for 2"),
+        (DOUBLE, 1.0, [KEPT], "kept must have one entry per sequence: got 1 for 2"),
+        (
+            SINGLE,
+            1.0,
+            KeptTokens(ids=torch.tensor([4]), sizes=torch.tensor([0, 2, 0])),
+            "1 ids, and its sizes say 2",
+        ),
+        (DOUBLE, 1.0, [None, KEPT], r"kept\[1\] is for 3 tokens, and there are 1"),
+    ],
+)
+def test_bad_arguments_are_named(batch: Any, temperature: Any, kept: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scorings(batch, temperature, kept)
+
+
+def test_a_request_that_was_aborted_has_no_scores() -> None:
+    ids: Any = np.arange(2)
+    whole = Completion(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=ids,
+        num_cached_tokens=0,
+        outputs=[],
+        prompt_logprobs=np.array([np.nan, -1], np.float32),
+    )
+    assert scores_of([whole])[0][1] == -1
+    cut = Completion(request_id="b", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[])
+    with pytest.raises(EngineError, match="'b' was aborted"):
+        scores_of([whole, cut])
