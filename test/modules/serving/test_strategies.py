@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from support.clock import Clock
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
@@ -447,6 +448,7 @@ def test_text_chats_and_ids_are_distinguished() -> None:
     prompts: list[object] = ["hi", [turn], [ord("h"), ord("i")], {"prompt": "hi there"}]
     assert len({tuple(keys_of(prompt)) for prompt in prompts}) == 4
     assert keys_of({"prompt": "hi"}) == keys_of("hi")
+    assert keys_of("x" * 100) == [-1 - xxh3_64_intdigest(b"x" * 100, 1)]  # the same in every process
 
 
 def test_a_chat_begins_with_the_keys_of_the_chat_it_continues_from() -> None:
