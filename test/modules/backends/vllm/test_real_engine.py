@@ -22,7 +22,7 @@ from support.versions import random_ids
 from support.waiting import until
 from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.errors import RequestRefusedError, RouteValueError
+from torchrl_moe.errors import EngineError, RequestRefusedError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
@@ -566,3 +566,33 @@ def test_parts_of_what_may_start_again_come_at_once(engine: AsyncVLLM) -> None:
     whole = asyncio.run(engine.agenerate(prompt_token_ids=[5, 6, 7], sampling_params=params, on_part=parts.append))
     assert not parts
     assert len(whole.outputs[0].token_ids) == 40
+
+
+@pytest.mark.engine("qwen3_moe", **CHUNKED)
+def test_a_check_of_the_users_runs_in_every_worker(engine: AsyncVLLM) -> None:
+    def names(saved: Any, model: Any) -> tuple[int, bool]:
+        same = all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in saved.items())
+        return len(saved), same and type(model).__name__ == "Qwen3MoeForCausalLM"
+
+    engine.save_model_params()
+    (((count, same),),) = engine.validate_model_params(names)
+    assert count > 30
+    assert same
+
+    def fail(saved: Any, model: Any) -> None:
+        raise RuntimeError("the weights are not mine")
+
+    with pytest.raises(EngineError, match="the weights are not mine"):
+        engine.validate_model_params(fail)
+    assert len(engine.generate([65], {"max_tokens": 4, "ignore_eos": True}, use_tqdm=False).outputs[0].token_ids) == 4
+
+
+@pytest.mark.engine("qwen3_moe", **CHUNKED)
+def test_the_models_tensors_are_named_as_in_the_checkpoint(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    from safetensors import safe_open
+
+    with safe_open(shelf.folder("qwen3_moe") / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
+    metadata = engine.get_model_metadata()
+    assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    assert metadata["model.layers.1.mlp.experts.15.gate_proj.weight"] == (torch.float32, torch.Size([32, 64]))
