@@ -700,3 +700,22 @@ def test_a_file_outside_of_its_folder_is_not_written(
     with pytest.raises(ValueError, match="a tokenizer has no file"):
         load_tokenizer({"files": {name: b"{}"}, "trust_remote_code": False})
     assert list(tmp_path.rglob("outside.json")) == []
+
+
+def test_a_folder_without_weights_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"no \*\.safetensors in .*save_pretrained"):
+        checkpoint_metadata(tmp_path)
+
+
+def test_one_that_cannot_be_saved_is_refused_by_its_class() -> None:
+    with pytest.raises(ValueError, match=r"cannot be saved, so it cannot be sent: builtins\.object"):
+        tokenizer_files(object(), trust_remote_code=False)
+
+
+def test_reprs_show_counts_and_shapes_not_arrays() -> None:
+    bare = "CompletionOutput(index=0, tokens=2, text='hi', finish_reason='stop', routed_experts=None)"
+    routed = "CompletionOutput(index=1, tokens=2, text='hi', finish_reason='stop', routed_experts=[4, 3, 2])"
+    assert repr(output()) == bare
+    assert repr(output(1, routed_experts=np.zeros((4, 3, 2), np.uint8))) == routed
+    assert repr(completion(output())) == f"Completion(request_id='r', prompt_tokens=3, cached=1, outputs=[{bare}])"

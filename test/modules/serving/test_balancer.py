@@ -649,3 +649,8 @@ PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
 def test_the_page_has_every_strategy_in_its_table() -> None:
     rows = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
     assert STRATEGIES.keys() <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_one_replica_takes_everything_by_every_name() -> None:
+    for name in STRATEGIES:
+        assert chosen(Hierarchy(name, Settings()), 3) == 0

@@ -930,3 +930,52 @@ def test_one_whose_weights_are_replaced_is_left_alone_and_then_the_count_begins_
     table.set_state(0, ReplicaState.SERVING)
     until(lambda: service.restarts == [1])
     assert len(replica.asked("probe")) == before + 2
+
+
+def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) -> None:
+    service = fleet(2)
+
+    def broken(*what: Any) -> Any:
+        raise OSError("too many open files")
+
+    service.made[0][0].ask = broken
+    service.made[1][0].stall()
+    until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
+
+
+def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.kill(index, "in the middle")
+            raise ReplicaDiedError("died")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+
+
+@pytest.mark.parametrize("error", [ValueError("no command 'probe'"), None], ids=["older", "dead"])
+def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | None) -> None:
+    watch = Watch()
+    if error is None:
+        watch.replicas[0].die()
+    else:
+        watch.replicas[0].script["probe"] = error
+    for _ in range(3):
+        assert watch.a_round() == [""]
+    assert not watch.table[0].breaker.blocks
+
+
+def test_it_is_ready_while_a_replica_serves(serve: Any) -> None:
+    engine = serve(2)
+    assert engine.ready()
+    engine.replica_table.mark_dead(0)
+    assert engine.ready()
+    engine.replica_table.mark_dead(1)
+    assert not engine.ready()
+    engine.shutdown()
+    assert not engine.ready()

@@ -15,7 +15,6 @@ from support.replicas import ScriptedReplica
 from support.waiting import until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
-from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import engine_args as kind
@@ -25,7 +24,6 @@ from torchrl_moe.modules.serving.launch import (
     EngineArguments,
     default_timeout,
     devices_of_trainer,
-    local_factory,
     pretrained_arguments,
     ranks_here,
     ray_factory,
@@ -162,14 +160,6 @@ def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
         assert engine.sampling_params == {"max_tokens": 3}
         assert engine.engine_args == expected
         assert (engine.engine_args.model, engine.engine_args.seed) == (str(model), 7)
-
-
-@pytest.mark.parametrize("given", [{}, {"seed": None}, {"seed": 0}], ids=str)
-def test_each_replica_draws_noise_of_its_own(scripted: Any, given: Any) -> None:
-    AsyncVLLM({"model": "m", **given}, 3)
-    first, *others = (replica.arguments for replica in scripted.made)
-    assert first == {"model": "m", **given}
-    assert others == [{"model": "m", "seed": 1}, {"model": "m", "seed": 2}]
 
 
 def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
@@ -355,33 +345,6 @@ def test_a_float32_head_is_one_more_override() -> None:
     assert overrides(hf_overrides={"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
     with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
         overrides(hf_overrides=dict)
-
-
-def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    listed = [0, 1]
-    make = local_factory(kind, ARGUMENTS, 2, False, listed=lambda: listed)
-
-    def devices(index: int) -> str:
-        return cast(LocalReplica, make(index))._environment["CUDA_VISIBLE_DEVICES"]
-
-    assert [devices(index) for index in (0, 1)] == ["0,1", "2,3"]
-    listed.append(2)
-    assert devices(2) == "4,5"
-    with pytest.raises(ValueError, match=r"4 replicas of 2 GPU\(s\) need 8, but 6 are visible"):
-        make(3)
-    listed.remove(0)
-    listed.append(4)
-    assert (devices(4), devices(2)) == ("0,1", "4,5")  # those of the one that was removed; a restart keeps its own
-
-
-def test_a_replica_has_the_devices_that_its_user_names_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2")
-    make = local_factory(kind, ARGUMENTS, 2, False, None, lambda: [0, 1], [[0, 3], ["cuda:5", "cuda:1"]])
-    environments = [cast(LocalReplica, make(index))._environment["CUDA_VISIBLE_DEVICES"] for index in (0, 1, 2)]
-    assert environments == ["7,4", "2,6", "5,3"]
 
 
 ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}
@@ -621,17 +584,3 @@ def test_devices_that_are_not_there_or_not_as_many_as_needed_are_refused(
     machine(3, "9,8,7")
     with pytest.raises(ValueError, match=words):
         DeviceSets(devices, 2, 1)
-
-
-def test_one_that_is_added_gets_what_neither_the_trainer_nor_another_has(machine: Machine) -> None:
-    machine(5, current=0)
-    listed = [0]
-    sets = DeviceSets([[2]], 1, 1, lambda: listed)
-    assert sets.of(0) == "2"
-    for index, expected in [(1, "1"), (2, "3"), (3, "4")]:
-        assert sets.of(index) == expected
-        listed.append(index)
-    with pytest.raises(ValueError, match=r"5 replicas .* the trainer computes on 0"):
-        sets.of(4)
-    listed.remove(2)
-    assert (sets.of(4), sets.of(1)) == ("3", "1")

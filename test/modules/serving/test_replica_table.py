@@ -177,21 +177,6 @@ def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None
     assert table[0].last_error == "bad"
 
 
-def test_trials_are_few_and_a_good_one_closes_the_breaker() -> None:
-    faults = FaultPolicy(breaker_failures=1, breaker_cooldown=0.0, breaker_trials=2)
-    table = ReplicaTable("ab", ReplicaState.SERVING, faults)
-    failing(table, 0, 1)
-    table.cool()
-    with table.lock:
-        assert [table.reserve(0), table.reserve(0), table.reserve(1)] == [True, True, False]
-        assert [entry.index for entry in table.serving()] == [1]
-    table.give_back(0, True, None)  # says nothing, and makes room
-    assert (len(table.serving()), table[0].breaker.state.name) == (2, "HALF_OPEN")
-    table.give_back(0, True, True)
-    assert table[0].breaker.state.name == "CLOSED"
-    assert table[0].inflight == 0
-
-
 def test_of_bad_replicas_only_the_first_that_would_leave_nobody_is_tried_at_once() -> None:
     table = ReplicaTable("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=1, breaker_cooldown=3600.0))
     failing(table, 0, 1)
@@ -345,16 +330,6 @@ def test_a_good_end_of_a_trial_of_before_does_not_close_an_open_one() -> None:
 
 def entries(*inflight: int) -> list[TableEntry]:
     return [TableEntry(i, None, inflight=count, cache=100 + i) for i, count in enumerate(inflight)]
-
-
-def test_candidates_are_a_sequence_that_can_be_asked_by_index_and_cache() -> None:
-    made = entries(3, 1, 2)
-    candidates = Candidates(made[1:])
-    assert (len(candidates), list(candidates), candidates[-1]) == (2, made[1:], made[2])
-    assert (candidates.find(1), candidates.find(0)) == (made[1], None)
-    assert (candidates.with_cache(102), candidates.with_cache(100)) == (made[2], None)
-    assert candidates.total == 3
-    assert len(Candidates([])) == 0
 
 
 @pytest.mark.parametrize("seed", range(2))

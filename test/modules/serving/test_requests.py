@@ -394,13 +394,6 @@ def test_token_ids_may_come_under_their_own_name(given: Any) -> None:
     assert plain(prompt_token_ids=given) == plain(given)
 
 
-def test_ids_are_a_copy() -> None:
-    given = np.array([1, 2], np.int32)
-    (ids,) = normalise_prompts(given).prompts
-    given[0] = 9
-    assert ids.tolist() == [1, 2]
-
-
 def test_neither_is_refused() -> None:
     with pytest.raises(ValueError, match="must specify either prompts or prompt_token_ids"):
         normalise_prompts()
@@ -728,25 +721,11 @@ def test_what_had_no_token_begins_with_its_own_prompt(prompt: Any) -> None:
     check_resume(request, 0, LAYOUT)
 
 
-def test_what_never_came_to_an_engine_keeps_its_text() -> None:
-    nothing = replace(cut(answer(), 0, 0), prompt_token_ids=np.empty(0, np.int64))
-    assert resuming(nothing).prompt == "hi"
-
-
 def test_what_is_whole_is_the_answer_whatever_is_asked_for_now() -> None:
     done = answer()
     request = resuming(done, sampling_params={"n": 5})
     assert whole(request) is done
     check_resume(request, 0, None)
-
-
-def test_what_an_engine_gave_is_taken() -> None:
-    check_resume(resuming(cut(answer(), 3, None)), 0, LAYOUT)
-    check_resume(resuming(cut(answer(), 1, 0)), 0, LAYOUT)  # an answer without a token has no log-probs and no routes
-    check_resume(resuming(cut(answer(logprobs=None), 3, 4), sampling_params={"n": 2}), 0, LAYOUT)
-    words = KeptIds(np.zeros(3, np.int32), np.array([1, 0, -2], np.int32))
-    check_resume(resuming(changed(cut(answer(), 3, None), kept=words)), 0, LAYOUT)
-    check_resume(Request(request_id="r", sampling_params=None, prompt="hi"), 0, LAYOUT)
 
 
 def changed(completion: Completion, **fields: Any) -> Completion:
@@ -789,12 +768,6 @@ def test_what_is_no_part_of_the_answer_is_refused(fields: dict[str, Any], words:
     request = resuming(changed(cut(answer(), 3, None), **fields))
     with pytest.raises(ValueError, match=rf"^resume\[7\], answer 0: {words}"):
         check_resume(request, 7, LAYOUT)
-
-
-def test_a_part_without_a_prompt_is_refused() -> None:
-    request = resuming(replace(cut(answer(), 3, None), prompt_token_ids=np.empty(0, np.int64)))
-    with pytest.raises(ValueError, match="no completion of an engine: 0 prompt tokens"):
-        check_resume(request, 0, LAYOUT)
 
 
 def test_routes_that_are_not_asked_for_may_be_missing() -> None:

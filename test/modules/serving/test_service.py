@@ -19,10 +19,10 @@ import torch
 
 from support.completions import assert_same_answers, cut
 from support.routes import rows_of
-from support.services import HOUR, QUICK, ask, slow_if, submitted
+from support.services import HOUR, QUICK, ask, submitted
 from support.strategies import Says
 from support.waiting import in_thread, until
-from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
+from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState
@@ -35,25 +35,6 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "hi",
-        [104, 105],
-        np.array([104, 105]),
-        torch.tensor([104, 105]),
-        {"prompt": "hi"},
-        {"prompt_token_ids": [104, 105]},
-    ],
-    ids=lambda prompt: type(prompt).__name__,
-)
-def test_one_prompt_gets_one_completion_in_whatever_form_it_comes(serve: Any, prompt: Any) -> None:
-    completion = ask(serve(), prompt)
-    assert isinstance(completion, Completion)
-    assert completion.prompt_token_ids.tolist() == [104, 105]
-    assert completion.outputs[0].text == ask(serve(), "hi").outputs[0].text
 
 
 def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
@@ -129,15 +110,6 @@ def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: 
     assert asyncio.run(engine.agenerate("a", session_id="t")).metrics.replica == 1
 
 
-def test_min_version_picks_fresh_replicas(serve: Any) -> None:
-    engine = serve(3)
-    engine.replica_table.set_version(1, 4)
-    assert {c.metrics.replica for c in ask(engine, list("abcd"), min_version=4)} == {1}
-    assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
-    with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
-        ask(engine, min_version=5)
-
-
 def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -> None:
     engine, ear = serve(2), Says()
     engine.replica_table.set_version(1, 4)
@@ -153,59 +125,9 @@ def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -
     assert [(request.prompt, request.priority) for request in submitted(engine)] == [("b", -7), ("a", 7)]
 
 
-def test_the_number_of_a_group_and_its_text_are_one_group(serve: Any) -> None:
-    engine = serve(2)
-    ask(engine, "a", group_ids=3)
-    engine.replica_table.set_version(1, 1)
-    for group in ("3", torch.tensor([3]), np.array([3])):
-        assert ask(engine, ["a"], group_ids=group)[0].metrics.replica == 0
-    assert asyncio.run(engine.agenerate("a", group_id=3)).metrics.replica == 0
-
-
 # -- recorded experts -------------------------------------------------------------------------------------------------
 
 IDS = [104, 105, 106]
-
-
-def test_routes_reach_the_replica_and_come_back(serve: Any) -> None:
-    engine = serve()
-    plain = ask(engine, IDS)
-    rows = rows_of(6, -1, 2)
-    for value in (rows, torch.from_numpy(rows), rows.astype(np.int64)):
-        (followed,) = ask(engine, IDS, routed_experts=value).outputs
-        assert followed.token_ids.tolist() == plain.outputs[0].token_ids.tolist()
-        assert followed.routed_experts[0].tolist() == [[0, 0], [6, 7], [6, 7], [6, 7]]
-        assert followed.routed_experts[2].tolist() == [[0, 0], [2, 3], [2, 3], [2, 3]]
-        assert np.array_equal(followed.routed_experts[[1, 3, 4, 5]], plain.outputs[0].routed_experts[[1, 3, 4, 5]])
-        assert np.array_equal(submitted(engine)[-1].routed_experts, rows)
-    awaited = asyncio.run(engine.agenerate(IDS, {"max_tokens": 4}, routed_experts=rows, on_resume="live"))
-    assert awaited.outputs[0].routed_experts[0, 1].tolist() == [6, 7]
-    assert submitted(engine)[-1].on_resume == "live"
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (rows_of(1, 2, 3, 4), "at most a row per prompt token, 3, got 4"),
-        (rows_of(7), r"holds expert 8 .*0\.\.7"),
-        (rows_of(1).astype(np.uint8), "signed integer"),
-        (rows_of(1)[:, 1:], r"\[rows, 4, 2\], got \[1, 3, 2\]"),
-    ],
-)
-def test_a_request_with_bad_routes_is_refused_and_the_others_finish(serve: Any, rows: Any, words: str) -> None:
-    engine = serve()
-    with pytest.raises(RequestRefusedError, match=words) as caught:
-        ask(engine, [IDS, IDS, IDS], routed_experts=[None, rows, rows_of(1)])
-    first, refused, last = caught.value.partial
-    assert [len(one.outputs[0].token_ids) for one in (first, refused, last)] == [4, 0, 4]
-    assert last.outputs[0].routed_experts[0, 1].tolist() == [1, 2]
-    with pytest.raises(RequestRefusedError, match=words):
-        asyncio.run(engine.agenerate(IDS, {"max_tokens": 4}, routed_experts=rows))
-
-
-def test_routes_of_a_text_are_refused(serve: Any) -> None:
-    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
-        ask(serve(), "hi", routed_experts=rows_of(1))
 
 
 @pytest.mark.parametrize(
@@ -333,16 +255,6 @@ def test_a_refusal_names_the_place_in_the_whole_list(serve: Any, partial: list[C
     assert [completion.aborted for completion in caught.value.partial] == [False, False, False, True]
 
 
-def test_an_answer_with_all_its_tokens_is_refused_beside_what_can_continue(
-    serve: Any, partial: list[Completion]
-) -> None:
-    words = r"^request 1 was refused: an answer to resume has 7 tokens already: max_tokens=6 must be larger"
-    with pytest.raises(RequestRefusedError, match=words) as caught:
-        serve().generate(resume=partial, sampling_params={**ANSWERS, "max_tokens": 6}, use_tqdm=False)
-    assert [len(output.token_ids) for output in caught.value.partial[1].outputs] == [3, 7]
-    assert [len(output.token_ids) for output in caught.value.partial[2].outputs] == [6, 12]
-
-
 # -- the progress bar -------------------------------------------------------------------------------------------------
 
 
@@ -370,54 +282,6 @@ def test_late_scores_cannot_be_resumed(serve: Any) -> None:
         engine.score([[1, 2], [3, 4]], timeout_seconds=0.1, actor_index=0)
     assert "resume" not in str(caught.value)
     assert "score fewer tokens at once" in str(caught.value)
-
-
-def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    engine.replica_table.mark_dead(0)
-    engine.replica_table.set_state(0, ReplicaState.STARTING)
-    assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
-    assert engine.replica_table[0].state is ReplicaState.STARTING
-
-
-# -- agenerate --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"prompt": ["a", "b"]}, "agenerate takes one prompt, got a list of 2: await one call for each"),
-        ({"prompt": ["a"]}, "agenerate takes one prompt, got a list of 1"),
-        ({}, "must specify either"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "cannot specify both"),
-        ({"prompt": "a", "timeout_seconds": 0}, "timeout_seconds must be a number above 0"),
-    ],
-)
-def test_agenerate_refuses_what_is_not_one_request(serve: Any, kwargs: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        asyncio.run(serve().agenerate(**kwargs))
-
-
-def test_tasks_wait_time_out_and_are_cancelled_beside_each_other(serve: Any) -> None:
-    engine = serve(2, token_seconds=slow_if("late", "cancelled", "cut"))
-
-    async def main() -> list[Any]:
-        fine = asyncio.create_task(engine.agenerate("fine"))
-        late = asyncio.create_task(engine.agenerate("late", timeout_seconds=0.1))
-        cancelled = asyncio.create_task(engine.agenerate("cancelled"))
-        cut = asyncio.create_task(engine.agenerate("cut", request_id="cut"))
-        await asyncio.sleep(0.05)
-        cancelled.cancel()
-        engine.abort("cut")
-        return await asyncio.gather(fine, late, cancelled, cut, return_exceptions=True)
-
-    fine, late, cancelled, cut = asyncio.run(main())
-    assert fine.outputs[0].finish_reason == "length"
-    assert isinstance(late, GenerationTimeout)
-    assert isinstance(cancelled, asyncio.CancelledError)
-    assert cut.outputs[0].finish_reason == "abort"
-    until(lambda: [row["running"] for row in engine.stats()] == [0, 0])
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
@@ -459,13 +323,6 @@ def test_a_balancer_goes_by_the_stats_that_replicas_sent_and_asks_none(
     sent[1] = ReplicaStats(cache_usage=0.75)
     assert ask(engine).metrics.replica == 2
     assert [row["cache_usage"] for row in engine.load_balancer.get_stats()["actor_stats"]] == [0.5, 0.75, 0.25]
-
-
-def test_a_balancer_of_your_own_sees_the_same_load(serve: Any) -> None:
-    engine = serve(2)
-    with LoadBalancer(engine, "requests").acquire() as lease:
-        assert engine.get_num_unfinished_requests(lease.index) == 1
-        assert ask(engine).metrics.replica == 1 - lease.index
 
 
 # -- life -------------------------------------------------------------------------------------------------------------
@@ -625,3 +482,13 @@ def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_o
             stop.set()
         disturber.result(60.0)
     assert sum(service.restarts) >= 1
+
+
+def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
+    engine = serve(4)
+    engine.replica_table.set_state(1, ReplicaState.DRAINING)
+    assert {engine.get_random_actor_index() for _ in range(200)} == {0, 2, 3}
+    for index in (0, 2, 3):
+        engine.replica_table.set_state(index, ReplicaState.SYNCING)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        engine.get_random_actor_index()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from torchrl_moe.errors import (
     EngineError,
     GenerationTimeout,
     NoReplicaError,
-    ReplicaDiedError,
     RequestRefusedError,
 )
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, ReplicaStats
@@ -37,7 +35,6 @@ from torchrl_moe.modules.serving.stats import (
     OF_THE_ENGINE,
     OF_THE_TABLE,
     OUTCOMES,
-    SHOWN_REPLICAS,
     Histogram,
     Metrics,
     Totals,
@@ -92,30 +89,6 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "last_error": "replica 1 died: injected death",
         "supervisor_error": None,
     }
-
-
-def test_stats_come_as_a_table_too(serve: Callable[..., Any]) -> None:
-    engine = serve(3)
-    ask(engine, list("abcd"))
-    table = engine.to_pandas()
-    assert table["replica"].tolist() == [0, 1, 2]
-    assert table["requests"].tolist() == [2, 1, 1]
-
-
-def test_replicas_are_asked_at_the_same_time_with_the_callers_deadline(serve: Callable[..., Any]) -> None:
-    engine = serve(3)
-    together = threading.Barrier(3, timeout=60.0)
-    deadlines = []
-
-    def stats(timeout: float) -> ReplicaStats:
-        together.wait()
-        deadlines.append(timeout)
-        return ReplicaStats(running=1)
-
-    for replica in engine.replicas:
-        replica.overrides["stats"] = stats
-    assert [row["running"] for row in engine.stats(7.5)] == [1, 1, 1]
-    assert deadlines == [7.5] * 3
 
 
 def test_one_that_does_not_answer_shows_what_it_last_sent(
@@ -206,24 +179,6 @@ def test_a_line_says_how_a_replica_is() -> None:
     assert describe(entries[2]) == "#2 DEAD, v0, 0 in flight"
 
 
-# -- counts over restarts ---------------------------------------------------------------------------------------------
-
-
-def test_counts_continue_when_a_replica_is_replaced() -> None:
-    entries = table(STATS, None)
-    totals = Totals(entries)
-    assert (totals.of(entries[0])["requests"], totals.of(entries[1])["requests"]) == (10, 0)
-    entries[0].replica.last_stats = ReplicaStats(requests=12, cache_hits=60)
-    entries[0].replica = replica()  # a new life, of which nothing is known yet
-    assert (totals.of(entries[0])["requests"], totals.of(entries[0])["cache_hits"]) == (12, 60)
-    entries[0].replica.last_stats = ReplicaStats(requests=1)
-    entries[1].replica.last_stats = ReplicaStats(requests=4)
-    assert (totals.of(entries[0])["requests"], totals.of(entries[0])["cache_hits"]) == (13, 60)
-    entries[0].replica = replica(ReplicaStats(requests=2))
-    assert totals.of(entries[0])["requests"] == 15
-    assert totals.of(entries[1])["requests"] == 4
-
-
 # -- as HTML ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,19 +199,6 @@ def test_the_table_has_a_row_for_each_replica_and_one_for_all() -> None:
     assert four[4:] == [*"–––––", "0", "0", ""]
     # 50 + 100 of 200 + 100 tokens were found; 25 % and 0 % are in use; the dead one's requests were done all the same
     assert total == ["all", "3 of 4 serving", "0 to 4", "0", "4", "2", "12%", "50%", "1,234", "25", "1", ""]
-
-
-def test_a_large_fleet_is_not_shown_whole_but_counted_whole() -> None:
-    entries = table(*[STATS] * (SHOWN_REPLICAS + 3))
-    html = service_html("t", list(entries), Totals(entries))
-    rows = cells(html)
-    assert len(rows) == SHOWN_REPLICAS + 1
-    assert rows[-1][1] == f"{SHOWN_REPLICAS + 3} of {SHOWN_REPLICAS + 3} serving"
-    assert "and 3 more replicas" in html
-
-
-def table_of(*stats: ReplicaStats | None) -> ReplicaTable:
-    return ReplicaTable([SimpleNamespace(last_stats=one) for one in stats], ReplicaState.SERVING)
 
 
 def test_each_field_of_an_engines_stats_is_a_metric() -> None:
@@ -306,22 +248,6 @@ def counted(metrics: Metrics) -> dict[str, float]:
 # -- counters ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_finished_is_counted_with_its_tokens_and_seconds() -> None:
-    metrics = Metrics()
-    with metrics.call(2) as finished:
-        finished([completion(3, (2, 4), total_seconds=1.5), completion(5, (7,), "abort", total_seconds=0.25)])
-    assert counted(metrics) == {
-        "requests": 2,
-        "completed": 1,
-        "aborted": 1,
-        "sequences": 3,
-        "prompt_tokens": 8,
-        "cached_tokens": 2,
-        "generated_tokens": 13,
-        "generation_seconds": 1.75,
-    }
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -342,17 +268,6 @@ def test_a_call_that_fails_counts_its_requests_by_the_reason_and_passes_it_on(
         raise error
     assert caught.value is error
     assert counted(metrics) == {"requests": 3, **expected}
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"), [(GenerationTimeout, "timed_out"), (NoReplicaError, "failed"), (ReplicaDiedError, "failed")]
-)
-def test_of_a_call_that_fails_what_had_finished_counts_as_that(error: type[EngineError], outcome: str) -> None:
-    metrics = Metrics()
-    with pytest.raises(error), metrics.call(3):
-        raise error("late", [waiting_request().cut_short(), completion(), waiting_request().cut_short()])
-    counts = counted(metrics)
-    assert (counts["completed"], counts[outcome], counts["sequences"]) == (1, 2, 1)
 
 
 def test_what_a_call_brings_back_as_it_was_is_not_counted_again() -> None:
@@ -541,14 +456,6 @@ def test_the_services_own_counters_and_histograms_are_there(serve: Callable[...,
     assert samples["bucket", "0.001"] == 2
 
 
-def test_with_metrics_off_the_replicas_remain(serve: Callable[..., Any]) -> None:
-    engine = serve(metrics=False)
-    ask(engine, "a")
-    families = read(engine.prometheus())
-    assert all(name.startswith("torchrl_moe_replica_") for name in families)
-    assert values(families, "torchrl_moe_replica_requests") == {("0",): 1}
-
-
 def test_a_registry_collects_the_service_until_it_is_unregistered(serve: Callable[..., Any]) -> None:
     engine, registry = serve(), CollectorRegistry(auto_describe=True)
     collector = engine.register_prometheus(registry)
@@ -569,3 +476,12 @@ def test_without_the_client_the_extra_is_named(serve: Callable[..., Any], monkey
     for call in (engine.prometheus, lambda: engine.register_prometheus(object())):
         with pytest.raises(ImportError, match=r"pip install torchrl_moe\[prometheus\]"):
             call()
+
+
+def test_a_counter_may_be_moved_by_hand_if_it_exists() -> None:
+    metrics = Metrics()
+    metrics.count("retried", 2)
+    metrics.count("retried")
+    assert counted(metrics) == {"retried": 3}
+    with pytest.raises(ValueError, match="no counter 'rertied'; known: requests, completed"):
+        metrics.count("rertied")

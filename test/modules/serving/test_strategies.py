@@ -18,7 +18,6 @@ from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.strategies import (
-    HOLDERS,
     KVCache,
     LeastRequests,
     PowerOfTwo,
@@ -163,19 +162,6 @@ def test_8_sessions_on_8_idle_replicas_fan_out_one_each_and_stay() -> None:
     assert first == list(range(8))
     for _ in range(3):
         assert [turn(lb, f"{i}") for i in range(8)] == first
-
-
-def test_256_sessions_at_concurrency_4_stay_even() -> None:
-    lb, strategy = with_sessions(8)
-    where: dict[int, set[int]] = {}
-    for start in range(0, 256, 4):
-        for _turn in range(3):
-            leases = [(i, lb.acquire(session_id=f"{i}")) for i in range(start, start + 4)]
-            for i, lease in leases:
-                where.setdefault(i, set()).add(lease.index)
-                lease.release()
-    assert Counter(index for places in where.values() for index in places) == dict.fromkeys(range(8), 32)
-    assert active(lb, strategy) == [32] * 8
 
 
 def test_a_session_moves_for_good_when_its_replica_is_too_busy() -> None:
@@ -526,13 +512,6 @@ def test_what_leads_to_a_branch_outlives_it() -> None:
     assert branches(index, 1, 2, 3, -1) == [([1, 2], 2, (0,))]
     assert branches(index, 1, 2, 4, -2) == [([1, 2], 2, (0,)), ([4, -2], 1, (0,))]
     assert len(index) == 6
-
-
-def test_only_the_latest_holders_are_remembered() -> None:
-    index = PrefixIndex()
-    for cache in range(HOLDERS + 3):
-        record(index, [1, -1], cache)
-    assert branches(index, 1, -1) == [([1, -1], 1, tuple(range(3, HOLDERS + 3)))]
 
 
 def test_a_share_is_of_distinct_prompts() -> None:

@@ -566,3 +566,43 @@ def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
     finally:
         replica.shutdown()
     assert list(temporary.iterdir()) == []
+
+
+def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
+        Child(0, toy_kind, {"A": 1})  # type: ignore[dict-item]
+    assert list(temporary.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def _no_such_call(*_: Any) -> int:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def test_a_process_that_cannot_be_watched_is_killed(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, connection = forks.ask(forks.server())
+
+    def no_files(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", no_files)
+    with pytest.raises(CannotFork, match="Too many open files"):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda patch: patch.delattr(os, "pidfd_open"), "are not available: .*'pidfd_open'"),
+        (lambda patch: patch.setattr(os, "pidfd_open", _no_such_call), "are not available: .*not implemented"),
+    ],
+)
+def test_there_is_no_server_where_forking_is_not_possible(
+    forks: Forks, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    with pytest.raises(CannotFork, match=reason):
+        forks.server()

@@ -439,3 +439,7 @@ def test_a_reader_that_reads_may_be_eight_times_as_late(ends: Ends) -> None:
     assert not outbox.overflowed
     outbox.put(link.message("one", big))
     assert outbox.overflowed
+
+
+def test_dtypes_of_torch_cross_by_name() -> None:
+    assert decoded({"weight": (torch.bfloat16, torch.Size([2, 3]))}) == {"weight": [torch.bfloat16, [2, 3]]}

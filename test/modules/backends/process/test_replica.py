@@ -397,3 +397,8 @@ def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, 
     lasting._handle("result", [-7, tag, value])
     assert "is not of this version" in str(future.exception(0))
     assert lasting.submit([ids_request("after")])[0].result(60.0).request_id == "after"
+
+
+def test_a_replica_starts_once(lasting: LocalReplica) -> None:
+    with pytest.raises(RuntimeError, match="replica 3 was started before"):
+        lasting.start()

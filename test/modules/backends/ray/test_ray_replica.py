@@ -491,3 +491,23 @@ def test_a_driver_that_ends_takes_its_replicas_with_it(nothing_left: None, drive
         assert process.returncode == (-signal.SIGKILL if how == "killed" else 0)
     until(lambda: not group(engine))
     until(lambda: is_gone(actor))  # Ray may take half a minute
+
+
+def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(monkeypatch)
+    replica = RayReplica(2, ray_service(name="s", detached=True))
+    replica.join()
+    with pytest.raises(
+        ReplicaDiedError, match="replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
+    ):
+        replica.wait_ready(20)
+    assert cluster.asked == 0
+
+
+def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
+    replica = RayReplica(5, ray_service(name="s"))
+    replica.shutdown()
+    replica.disconnect()
+    assert not replica.is_alive()
+    with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
+        replica.call(Engine.stats, 1)

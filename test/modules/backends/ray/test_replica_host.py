@@ -692,3 +692,21 @@ def test_a_driver_that_sends_what_cannot_be_read_loses_the_engine_alone(host: To
     other.ask("same", (5,))
     assert completed(other.hear()) == {"same": [6]}
     assert not host.died.is_set()
+
+
+def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[str, Any]) -> None:
+    actors["b-replica-0"] = GetTimeoutError("late")
+    actors["b-replica-1"] = service = ray_service(name="b")
+    assert cluster.find_service("b", "ours") == service
+
+
+def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
+    host = ToyHost(error="no such model", print="SomeError: in the log")
+    early = Driver(host, "early")
+    expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
+    heard = early.hear_all()
+    assert (heard[0][0], heard[1]) == ("tail", expected[1])
+    assert "SomeError: in the log" in heard[0][1]
+    assert Driver(host, "late").hear_all() == heard
+    assert not host.died.is_set()  # one that never served would not do so the next time
+    host.end()

@@ -627,3 +627,17 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ValueError, match="cannot serve MambaForCausalLM"):  # some releases fail in the forward pass
         _decoder(model, None, Sampler(torch.device("cpu"), 0))
+
+
+def test_a_tokenizer_without_the_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a fast tokenizer, got SimpleNamespace"):
+        LockedTokenizer(SimpleNamespace(eos_token_id=None))
+
+
+def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> None:
+    (one,) = drawing(1, temperature=0, frequency_penalty=0.5, presence_penalty=0.25)
+    one.tokens += [0, 0, 3]
+    (drawn,) = Sampler(torch.device("cpu"), 0)(LOGITS[None], [one])
+    left = [0.4 * math.exp(-1.25), 0.3, 0.2, 0.1 * math.exp(-0.75)]
+    assert drawn.token == 1
+    assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import torchrl_moe
 from support.plain import loaded, save
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
+from torchrl_moe.modules.backends.transformers import loading
 from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
-from torchrl_moe.modules.backends.transformers.loading import Loaded
+from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
 from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args, seeded
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
@@ -181,3 +184,32 @@ def test_positions_that_turn_by_other_angles_in_longer_batches_are_refused(tmp_p
     with pytest.raises(ValueError, match="once a sequence of the batch is longer than 64: pass max_model_len=64"):
         loaded(folder)
     assert loaded(folder, max_model_len=64).info.max_model_len == 64
+
+
+def test_a_model_whose_routes_cannot_be_recorded_may_be_served_without(
+    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any) -> Any:
+        raise UnsupportedRouterError("its router hides")
+
+    monkeypatch.setattr(loading, "RouterReplay", refuse)
+    with pytest.raises(UnsupportedRouterError, match=r"hides\. enable_return_routed_experts=False serves it without"):
+        loaded(plain_folder)
+
+
+def test_routers_of_different_sizes_have_no_layout() -> None:
+    class Site:
+        def __init__(self, top_k: int) -> None:
+            self.top_k, self.num_experts = top_k, 8
+
+    class Replay:
+        sites = (Site(2), Site(1))
+        model = torch.nn.Identity()
+
+    with pytest.raises(UnsupportedRouterError, match="Identity has routers of different sizes"):
+        layout_of(Replay())  # type: ignore[arg-type]
+
+
+def test_objects_of_vllms_are_refused() -> None:
+    with pytest.raises(TypeError, match="takes its arguments as a mapping, got SimpleNamespace"):
+        arguments_of(SimpleNamespace(model="m"))

@@ -444,3 +444,26 @@ def test_a_model_that_fails_ends_the_process_with_its_words(plain: Loaded, monke
     assert [message for message in sent if message[0] != "stats"] == [
         ("died", "", "its engine failed: RuntimeError: out of memory")
     ]
+
+
+def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
+    async def script(bench: Bench) -> None:
+        bench.start("a")
+        bench.start("b", [70], params={"n": 3, "max_tokens": 2})
+        bench.start("bad", params={"logit_bias": {1: 1.0}})
+        bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
+        await bench.until(lambda: len(bench.sent) == 3)
+
+    bench = serve(plain, script)
+    assert list(bench.refused) == ["bad"]
+    assert [len(output.token_ids) for output in bench.sent["b"].outputs] == [2, 2, 2]
+    assert bench.sent["a"].outputs[0].finish_reason == "length"
+    scores = bench.sent["s"].prompt_logprobs
+    assert scores is not None
+    assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
+    assert bench.requests.counts == {"requests": 3, "completions": 4, "prompt_tokens": 6, "generated_tokens": 8 + 6}
+    metrics = bench.sent["a"].metrics
+    assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
+    assert bench.requests.seconds >= metrics.total_seconds
+    assert (bench.requests.load.running, bench.requests.load.waiting, len(bench.requests)) == (0, 0, 0)
+    assert bench.requests.load.tokens == 14

@@ -16,6 +16,7 @@ from support.adapters import save_adapted
 from support.engines import ADAPTED
 from support.llm import FakeLLM
 from support.reference import TOLERANCE
+from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.adapters import Adapters, build_lora_request
@@ -311,3 +312,18 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
             assert finished == ["running", "priority 3", "priority 5", "priority 7"]
             return
     pytest.fail("the blocker was always done before the others had arrived")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("tiny", "must be vllm.lora.request.LoRARequest or a mapping, got str"),
+        ({"lora_name": "tiny", "lora_int_id": 1}, "names no lora_path"),
+        ({**ADAPTER, "lora_path": ""}, "names no lora_path"),
+        ({**ADAPTER, "rank": 8}, "rank"),
+        ({**ADAPTER, "lora_int_id": 0}, "id must be > 0, got 0"),
+    ],
+)
+def test_an_adapter_that_vllm_does_not_know_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(vllm_client_errors(), match=words):
+        build_lora_request(spec)

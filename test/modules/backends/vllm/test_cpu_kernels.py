@@ -704,3 +704,42 @@ def test_arguments_are_bound_by_name(launch: Callable[[Any, list[float]], None])
     out = [1.0]
     launch(by_name("kernels.scale", kernel, scale), out)
     assert out == [6.0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_computed_tokens_alone(v2: SimpleNamespace, seed: int) -> None:
+    step = Step(seed)
+    expected = step.computed.tolist()
+    for i, slot in enumerate(step.slots.tolist()):
+        expected[slot] += len(step.span(i))
+    v2.input_batch.post_update_num_computed_tokens(step.slots, step.computed, step.starts)
+    assert step.computed.tolist() == expected
+
+
+def test_context_parallelism_is_refused(v2: SimpleNamespace) -> None:
+    tables = v2.block_table.BlockTables([4], S, 64, [10], CPU, cp_size=2)
+    with pytest.raises(ValueError, match="CP_SIZE=2"):
+        tables.compute_slot_mappings(torch.tensor([0]), cumulated([1]), torch.zeros(64, dtype=torch.int64), 64)
+
+
+def test_the_number_of_tokens_that_a_step_accepted(v2: SimpleNamespace) -> None:
+    slots, out = torch.tensor([3, -1, 0]), torch.full((4,), -7, dtype=torch.int32)
+    v2.mamba_hybrid._scatter_num_accepted_kernel[(3,)](slots, torch.tensor([0, 5, 2]), out)
+    assert out.tolist() == [2, -7, -7, 1]
+    v2.mamba_hybrid._fill_num_accepted_kernel[(3,)](slots, out, 4)
+    assert out.tolist() == [4, -7, -7, 4]
+
+
+def test_draft_logits_are_refused(v2: SimpleNamespace) -> None:
+    zeros = torch.zeros(1, dtype=torch.int64)
+    cache = torch.zeros(S, 1, V)
+    with pytest.raises(MissingKernelError, match="speculative decoding"):
+        v2.gumbel.gumbel_sample(torch.zeros(1, V), zeros, torch.ones(1), zeros, zeros, False, True, cache, zeros[0])
+
+
+def test_a_kernel_without_a_needed_parameter_is_named() -> None:
+    def kernel(output_ptr: Any, TWICE: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(RuntimeError, match=r"vLLM [\d.]+.*: its kernel kernels\.scale has no parameter factor"):
+        by_name("kernels.scale", kernel, scale)

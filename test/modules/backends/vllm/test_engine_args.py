@@ -22,6 +22,7 @@ import torchrl_moe
 from support.engines import EngineShelf, start_engine
 from torchrl_moe import _compat
 from torchrl_moe.cli.services import started
+from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
@@ -526,3 +527,26 @@ def test_what_a_model_holds_is_told_by_checkpoint_names() -> None:
     )
     names = ["layer.k_proj.weight", "layer.gate.weight", "layer.experts.3.up_proj.weight", "layer.A_log"]
     assert held_dtypes(model, names) == {names[0]: "bfloat16", names[1]: "float32", names[2]: "float16"}
+
+
+@pytest.mark.parametrize("given", ["path", None, ["model"], RoutingLayout, SimpleNamespace(model="m")])
+def test_anything_else_is_a_type_error_that_names_the_other_way(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a mapping or vllm\.AsyncEngineArgs, got .*from_pretrained"):
+        arguments_of(given)
+
+
+@pytest.mark.parametrize("given", [{}, {"max_model_len": 8}, {"model": None}, {"model": ""}])
+def test_a_model_must_be_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="names no model: set 'model'"):
+        arguments_of(given)
+
+
+def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
+    with pytest.raises(ValueError, match="return_sampling_mask: completions always say"):
+        build_engine_args({"model": moe, "return_sampling_mask": True})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
+def test_vllm_has_no_sleep_mode_on_cpu(moe: str) -> None:
+    with pytest.raises(ValueError, match="Sleep mode is not supported on current platform"):
+        build_engine_args({"model": moe, "enable_sleep_mode": True})

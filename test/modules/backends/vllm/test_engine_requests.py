@@ -31,6 +31,7 @@ from torchrl_moe.modules.backends.vllm.engine_requests import (
     attach,
     completion_from_vllm,
     forced_in,
+    forced_of,
     sampled_logprobs,
 )
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
@@ -732,3 +733,12 @@ def test_a_swap_that_aborts_in_an_engine_that_the_user_paused_leaves_one_that_ta
         await bench.finish()
 
     check(run(script).done["r"].outputs[0], 1, 1)
+
+
+def test_a_schedulers_request_is_looked_into_once() -> None:
+    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
+    forced = forced_of(request)
+    assert (forced.rows == ROWS).all()
+    assert forced_of(request) is forced
+    pooling = SimpleNamespace(sampling_params=None)
+    assert forced_of(pooling).rows is None

@@ -509,3 +509,8 @@ def test_an_answer_that_has_all_its_tokens_is_not_gone_on_with(limit: int) -> No
 )
 def test_what_depends_on_where_the_answer_began_cannot_be_continued(params: Params, can: bool) -> None:
     assert can_continue(params) is can
+
+
+def test_after_a_cut_inside_a_character_vllm_makes_no_text() -> None:
+    rest = sampling_for_rest(Params(stop="x"), 0, P, part("é".encode()[:1], 0, 3), decode)
+    assert (rest.detokenize, rest.stop) == (False, None)
