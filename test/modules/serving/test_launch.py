@@ -102,6 +102,12 @@ def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
         assert scripted.made[0].life == ["start", "ready"]
 
 
+def test_what_only_ray_has_is_refused_by_name_without_it(scripted: Any) -> None:
+    with pytest.raises(ValueError, match="namespace, resources given with backend='local'"):
+        AsyncVLLM({"model": "m"}, namespace="n", resources={"CPU": 1})
+    assert scripted.made == []
+
+
 def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
     engine = AsyncVLLM.launch({"model": "m"})
     engine.shutdown()

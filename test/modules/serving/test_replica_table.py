@@ -373,3 +373,7 @@ def test_delays_double_up_to_the_longest_however_many_there_were() -> None:
     policy = FaultPolicy(first_delay=0.25, longest_delay=1.5)
     assert [policy.delay(recent) for recent in (0, 1, 2, 3, 10**6)] == [0.25, 0.5, 1.0, 1.5, 1.5]
     assert FaultPolicy(first_delay=0.0).delay(5) == 0.0
+
+
+def test_a_state_prints_as_its_name() -> None:
+    assert repr(ReplicaState.SYNCING) == "SYNCING"

@@ -270,6 +270,14 @@ def test_a_longer_prompt_goes_where_its_beginning_went() -> None:
     assert place(lb, [prompt + [8] * 50 for prompt in longer]) == [2, 0, 3, 1]
 
 
+def test_the_longest_of_several_beginnings_decides() -> None:
+    lb = with_prefixes(3)
+    place(lb, [question(i) for i in range(2, 10)])  # so that nothing below is a template
+    lb.acquire_at(0, prompt=question(1, 32)).release()
+    lb.acquire_at(1, prompt=question(1, 64)).release()
+    assert place(lb, [question(1, 80), question(1, 40) + [5] * 40]) == [1, 0]
+
+
 def test_distinct_questions_behind_one_template_fan_out_on_idle_replicas() -> None:
     lb = with_prefixes(4)
     assert place(lb, [TEMPLATE + question(i) for i in range(8)]) == [0, 1, 2, 3] * 2

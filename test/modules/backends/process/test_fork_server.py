@@ -606,3 +606,14 @@ def test_there_is_no_server_where_forking_is_not_possible(
     spoil(monkeypatch)
     with pytest.raises(CannotFork, match=reason):
         forks.server()
+
+
+def test_a_process_that_cannot_take_over_what_its_driver_has_is_not_handed_out(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1000})
+    launch, connection = forks.ask(forks.server())
+    with pytest.raises(CannotFork, match=r"ended with exit code 1 before it ran"):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()

@@ -22,7 +22,9 @@ from torchrl_moe.modules.backends.vllm.continuation import can_continue, join, r
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
     adjust_scores,
+    adjusted,
     check_bad_words,
+    lift_top_k_rule,
     prompt_logprobs,
     report_kept,
     scoring_params,
@@ -514,3 +516,45 @@ def test_what_depends_on_where_the_answer_began_cannot_be_continued(params: Para
 def test_after_a_cut_inside_a_character_vllm_makes_no_text() -> None:
     rest = sampling_for_rest(Params(stop="x"), 0, P, part("é".encode()[:1], 0, 3), decode)
     assert (rest.detokenize, rest.stop) == (False, None)
+
+
+def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
+    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
+    assert not build({}).skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ({"max_token": 3}, TypeError, "max_token"),
+        ({"temperature": -1.0}, Exception, "temperature must be non-negative"),
+        ({"n": 0}, Exception, "n must be at least 1"),
+        (5, ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got int"),
+        ("greedy", ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got str"),
+    ],
+)
+def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        build(spec)
+    assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
+
+
+@pytest.mark.parametrize("options", [{"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+"])
+def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> None:
+    with pytest.raises(vllm_client_errors(), match=r"structured outputs|guided_options"):
+        build({}, options)
+
+
+def test_the_frontend_asks_for_no_top_k() -> None:
+    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
+    assert lift_top_k_rule(engine) is True
+    assert lift_top_k_rule(engine) is False
+
+
+def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
+    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
+    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
+
+
+def test_a_prompt_that_was_cut_has_no_scores() -> None:
+    assert prompt_logprobs(None, 3) is None

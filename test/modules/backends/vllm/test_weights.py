@@ -929,3 +929,54 @@ def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShe
                     assert trainer.swap(version).error is None
         timer.join()
         trainer.sender.shutdown()
+
+
+def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
+    bench = AdapterBench(tmp_path)
+    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
+        bench.versions.init({"folder": str(bench.folder)}, True)
+
+
+def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.stage(1)
+        await bench.stage(2)
+        await bench.until("v2")
+        report = bench.versions.swap(1)
+        assert (report.started, report.error) == (False, "adapter version 1 is not the one staged last")
+        assert bench.versions.swap(2).error is None
+        assert not bench.versions.swap(2).started  # nothing is staged now
+
+    run_adapters(script)
+
+
+def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    asyncio.run(weights.init("gloo", {"port": 1}))
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 5)
+    with pytest.raises(WeightSyncError, match="cannot look version 5 up: give its manifest"):
+        asyncio.run(staged(weights, 5))
+    found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
+    assert found.digest == manifest.digest
+    assert engine.log[-1] == ("stage", manifest.to_json(), True, 1)
+
+
+def test_a_worker_that_could_not_stage_says_why(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    asyncio.run(staged(weights, 1))
+    engine.reports = [[report(), report(error="MemoryError: no room")]]
+    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
+        asyncio.run(staged(weights, 1))
+
+
+def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
+    engine = FakeLLM()
+    engine.fail["pause"] = RuntimeError("no pause")
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: no pause")
+    assert engine.log == [("pause", "keep", False), "resume"]
+    assert weights.version == 0

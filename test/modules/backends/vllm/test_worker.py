@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from support.processes import toy_environment
 from support.waiting import until
-from torchrl_moe.errors import DigestMismatch, ManifestMismatch
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
 from torchrl_moe.store import Manifest, WeightStoreWriter
@@ -404,3 +404,37 @@ def test_another_kernel_fails_with_its_name(installed: dict[str, Any], when: str
     """In a module that was imported before the kernels were installed, and in one that is imported later."""
     assert f"vLLM's Triton kernel vllm.v1.worker.gpu.{kernel} has no CPU version in torchrl_moe" in installed[when]
     assert "run on a GPU" in installed[when]
+
+
+def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
+
+    with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; the worker has 'memmap'"):
+        worker.init_transfer_engine(InitInfo(transport="carrier pigeon", options={}))
+    fresh = WeightEngine(SimpleNamespace(), worker.vllm_config, torch.device("cpu"), model)
+    fresh.start_weight_update()
+    with pytest.raises(RuntimeError, match="the weight transport is not initialised"):
+        receive(fresh, 1)
+
+
+def test_a_version_is_not_left_to_a_transport_that_was_given_up(
+    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo
+
+    release = threading.Event()
+    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
+    version = store.publish(values(1.0).items(), 1)
+    assert begin(worker, version)
+    worker.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
+    assert not begin(worker, version)
+    release.set()
+    finished(worker)
+
+
+def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: WeightStoreWriter) -> None:
+    store.publish(values(1.0).items(), 1)
+    model.stop_at = "second.a"
+    worker.start_weight_update()
+    with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 1"):
+        receive(worker, 1)
