@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import warnings
@@ -183,13 +182,6 @@ def test_select_actor_answers_and_counts_nothing() -> None:
     assert [stats["decisions"] for stats in lb.get_stats()["actor_stats"]] == [0, 0]
     lb.acquire_at(0)
     assert [lb.select_actor() for _ in range(2)] == [1, 1]
-
-
-def test_select_actor_has_a_memory_for_prefixes() -> None:
-    lb = LoadBalancer(list("abcd"))
-    prompts = ["a" * 100, "b" * 100, "c" * 100]
-    assert [lb.select_actor(prompt) for prompt in prompts] == [0, 1, 2]
-    assert [lb.select_actor(prompt) for prompt in prompts[::-1]] == [2, 1, 0]
 
 
 def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
@@ -535,19 +527,6 @@ def test_a_name_with_hyphens_or_underscores_makes_a_strategy_of_its_own(name: st
     assert made is not make_strategy(name)  # a turn is not shared between balancers
 
 
-def test_settings_reach_the_strategies_that_have_them() -> None:
-    clock = lambda: 5.0  # noqa: E731
-    settings = Settings(prefix_length=16, overload_threshold=2.0, clock=clock, rng=random.Random(0))
-    prefix, session = make_strategy("prefix-aware", settings), make_strategy("session", settings)
-    assert isinstance(prefix, PrefixAware)
-    assert isinstance(session, SessionAffinity)
-    assert (prefix.prefix_length, prefix.overload_threshold, session.overload_threshold) == (16, 2.0, 2.0)
-    fleet = candidates(*[0] * 50)
-    again = make_strategy("power-of-two", Settings(rng=random.Random(0)))
-    draws = [make_strategy("power-of-two", settings).choose(fleet, CONTEXT) for _ in range(5)]
-    assert draws == [again.choose(fleet, CONTEXT) for _ in range(5)]
-
-
 def test_an_unknown_name_lists_the_valid_ones() -> None:
     valid = "kv-cache, least-loaded, power-of-two, prefix-aware, requests, round-robin, session"
     with pytest.raises(ValueError, match=f"unknown strategy 'fastest'; valid strategies: {valid}"):
@@ -556,30 +535,7 @@ def test_an_unknown_name_lists_the_valid_ones() -> None:
         Hierarchy([], Settings())
 
 
-def test_an_object_is_taken_as_it_is() -> None:
-    mine = Says(lambda: 1)
-    assert make_strategy(mine) is mine
-    assert Hierarchy(mine, Settings()).strategies == [mine]
-
-
-class Nameless:
-    def choose(self, candidates: Candidates, context: RoutingContext) -> None:
-        return None
-
-
-@pytest.mark.parametrize("wrong", [None, 3, object(), Nameless(), RoundRobin], ids=lambda value: type(value).__name__)
-def test_something_else_is_refused(wrong: object) -> None:
-    with pytest.raises(
-        TypeError, match=r"a strategy is a name \(kv-cache, .*\) or an object of a class derived from Strategy"
-    ):
-        make_strategy(wrong)  # type: ignore[arg-type]
-
-
 # -- opinions ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_opinion_wins_and_0_is_one() -> None:
-    assert chosen(Hierarchy([Says(lambda: None), Says(lambda: 0), Says(lambda: 2)], Settings()), 5, 0, 0) == 0
 
 
 def test_without_any_opinion_the_least_loaded_is_taken() -> None:

@@ -415,16 +415,6 @@ def test_a_task_cancelled_while_it_waits_for_a_replica_sends_nothing_later(serve
     run(lb, "a")
 
 
-def test_refusal_and_death_reach_the_task(serve: Any) -> None:
-    lb = serve(1, token_seconds=HOUR, refuse=lambda r: "too long" if r.request_id == "a" else None)
-    with pytest.raises(ValueError, match=r"^request 0 was refused: too long$"):
-        asyncio.run(run_async(lb, "a"))
-    timer = later(asked(lb, "b"), replicas(lb)[0].die)
-    with pytest.raises(NoReplicaError, match="It had started on another replica: replica 0 died: injected death"):
-        asyncio.run(run_async(lb, "b"))
-    timer.join()
-
-
 def test_an_event_loop_that_is_gone_does_not_disturb_the_replica(serve: Any) -> None:
     lb = serve(1, token_seconds=0.05)
     loop = asyncio.new_event_loop()
@@ -484,15 +474,6 @@ def test_the_second_try_keeps_to_version_and_group(serve: Any) -> None:
     assert [len(replica.submitted) for replica in replicas(lb)] == [1, 1, 1, 2]
 
 
-def test_a_group_moves_as_a_whole_if_none_of_it_was_answered(serve: Any) -> None:
-    lb = serve(2)
-    lb.replica_table.set_version(0, 1)
-    replicas(lb)[0].die_under = lambda request: True
-    completions = run(lb, "abc", group_ids=["g"] * 3)  # it began on version 1, which is gone
-    assert [completion.metrics.replica for completion in completions] == [1, 1, 1]
-    assert lb.load_balancer.groups.version("g") == 0
-
-
 def test_a_group_of_several_calls_moves_too_whichever_of_them_hears_of_the_death_first(serve: Any) -> None:
     for _ in range(20):
         lb = serve(2, token_seconds=HOUR)
@@ -523,17 +504,6 @@ def test_a_request_that_was_too_late_is_no_answer_and_its_group_begins_again(ser
     replicas(lb)[0].token_seconds = 0.0
     assert run(lb, "a", group_ids=["g"])[0].outputs[0].finish_reason == "length"
     assert lb.load_balancer.groups.version("g") == 1
-
-
-def test_what_the_user_cut_short_is_an_answer_of_its_group(serve: Any) -> None:
-    lb = serve(1, token_seconds=HOUR)
-    call = start(lb, "a", group_ids=["g"])
-    until(lambda: lb.replica_table[0].inflight == 1)
-    lb.abort(["a"])
-    assert call.result(60.0)[0].aborted
-    lb.replica_table.set_version(0, 1)
-    with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
-        run(lb, "b", timeout=5.0, group_ids=["g"])
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
@@ -758,45 +728,6 @@ def test_there_are_never_more_requests_in_the_engines_than_places(serve: Any) ->
     assert most == [5]
 
 
-def test_the_next_place_goes_to_the_lower_priority_number(serve: Any) -> None:
-    lb = serve(1, places=1, token_seconds=slow_if("first"))
-    calls = [start(lb, ["first"])]
-    for name, priority in (("low", 5), ("high", -5), ("middle", 0)):
-        calls.append(start(lb, [name], priority=priority))
-        until(lambda: lb.admission.waiting == len(calls) - 1)
-    lb.abort(["first"])
-    for call in calls:
-        call.result(60.0)
-    assert replicas(lb)[0].asked("submit") == [["first"], ["high"], ["middle"], ["low"]]
-
-
-def test_the_deadline_also_ends_the_wait_for_a_place(serve: Any) -> None:
-    lb = serve(places=1, token_seconds=slow_if("holder"))
-    holder = start(lb, ["holder"])
-    until(lambda: lb.inflight == [1])
-    with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.1 s"):
-        run(lb, "ab", timeout=0.1)
-    assert lb.places == (1, 0)
-    assert lb.replica_table.doubts == set()
-    lb.abort("holder")
-    holder.result(PATIENCE)
-    assert len(run(lb, "ab")) == 2
-
-
-def test_a_cancelled_task_gives_its_place_back_wherever_it_is(serve: Any) -> None:
-    lb = serve(1, places=2, token_seconds=HOUR)
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(run_async(lb, f"{i}")) for i in range(5)]
-        await asyncio.to_thread(until, lambda: lb.places == (2, 3))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(until, lambda: lb.admission.waiting == 0)
-
-    asyncio.run(main())
-
-
 def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: Any) -> None:
     lb = serve(2, places=3, token_seconds=0.0005)
     for number in range(15):
@@ -806,6 +737,25 @@ def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: A
                 run(lb, [f"{i}" for i in range(9)])
         until(lambda: (lb.inflight, lb.places, lb.in_use) == ([0, 0], (0, 0), []))
     assert len(run(lb, "abc")) == 3
+
+
+def test_where_the_first_of_its_needs_is_cut_as_it_waits_for_a_place_the_next_takes_its_turn(serve: Any) -> None:
+    lb = serve(2, places=1, token_seconds=slow_if("holder"))
+    lb.set_states(ReplicaState.SYNCING, 0)
+    first = start(lb, ["a"], actor_index=0)
+    until(lambda: lb.unplaced == 1)
+    second = start(lb, ["b"], actor_index=0)
+    until(lambda: lb.unplaced == 2)
+    holder = start(lb, ["holder"], actor_index=1)
+    until(lambda: lb.inflight == [0, 1])
+    lb.set_states(ReplicaState.SERVING, 0)
+    until(lambda: (lb.unplaced, lb.admission.waiting) == (1, 1))
+    lb.abort("a")
+    assert first.result(PATIENCE)[0].aborted
+    until(lambda: (lb.unplaced, lb.admission.waiting) == (0, 1))
+    lb.abort("holder")
+    assert holder.result(PATIENCE)[0].aborted
+    assert second.result(PATIENCE)[0].metrics.replica == 0
 
 
 # -- many of them -----------------------------------------------------------------------------------------------------
@@ -886,20 +836,6 @@ def test_a_replica_that_comes_back_has_only_requests_tried_that_it_may_take(serv
         lb.replica_table.set_state(index, ReplicaState.SERVING)
         assert calls[index].result(PATIENCE)[0].metrics.replica == index
     assert asked == [f"{index}" for index in range(count)]
-
-
-def test_of_several_that_may_come_the_loss_of_each_is_noticed_and_the_last_ends_the_wait(serve: Any) -> None:
-    lb = serve(4)
-    lb.set_states(ReplicaState.SYNCING)
-    call = start(lb, "a", min_version=5)
-    until(lambda: lb.unplaced == 1)
-    for index in (2, 0, 3):
-        lb.replica_table.set_state(index, ReplicaState.SERVING)
-        let_pass(lb)
-        assert not call.done()
-    lb.replica_table.mark_dead(1)
-    with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 0"):
-        call.result(PATIENCE)
 
 
 def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -> None:

@@ -19,7 +19,7 @@ from support.clock import Clock
 from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening, slow_if, until_running
 from support.waiting import PATIENCE, in_thread, until
-from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving import fleet as fleet_module
@@ -52,17 +52,6 @@ def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serv
     engine.wake_up()
     assert [completion.outputs[0].finish_reason for completion in call.result(60.0)] == ["length", "length"]
     engine.wake_up()
-
-
-def test_engines_that_were_paused_before_they_slept_are_paused_afterwards(serve: Any) -> None:
-    engine = serve(2)
-    engine.pause()
-    engine.sleep()
-    engine.wake_up()
-    with pytest.raises(GenerationTimeout):
-        ask(engine, timeout_seconds=0.1)
-    engine.resume()
-    ask(engine)
 
 
 def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
@@ -898,13 +887,6 @@ def test_one_that_answers_nothing_gets_no_requests_and_is_stalled_once_patience_
     assert [entry.index for entry in watch.table.serving()] == [1]
     assert watch.a_round(answers=False) == ["gave no sign of life in 0.1 s", ""]
     watch.replicas[0].die()
-
-
-def test_one_whose_core_is_stopped_is_stalled_too() -> None:
-    watch = Watch()
-    watch.replicas[0].probe_report = silent(stopped=True)
-    assert watch.a_round() == [""]
-    assert watch.a_round() == ["gave no sign of life in 0.1 s"]
 
 
 def test_a_doubt_has_one_asked_at_once() -> None:

@@ -643,10 +643,6 @@ def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> No
     assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)
 
 
-def answer(max_model_len: int = 100, layout: RoutingLayout | None = LAYOUT, index: int = 0, **params: Any) -> Answer:
-    return Answer([1, 2, 3], read_sampling(params), index, LOCKED, max_model_len, layout)
-
-
 def test_an_answer_that_is_full_cannot_continue() -> None:
     with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
-        answer(index=3, max_tokens=2).go_on_from(given())
+        growing(index=3, max_tokens=2).go_on_from(given())

@@ -79,30 +79,12 @@ def test_the_last_step_says_what_is_and_all_steps_are_counted(load: Any) -> None
     assert load.load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
 
 
-def test_data_parallel_engines_are_added_up(load: Any) -> None:
-    load.record(scheduler(3, 2, 0.25), None, engine_idx=0)
-    load.record(scheduler(4, 0, 0.75), None, engine_idx=1)
-    assert load.load == Load(7, 2, 0.5)
-    load.record(scheduler(0, 1, 0.0), None, engine_idx=0)
-    assert load.load == Load(4, 1, 0.375)
-
-
 def test_vllms_own_figures_have_these_names(load: Any) -> None:
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
     theirs = IterationStats()
     load.record(SchedulerStats(num_running_reqs=2), theirs)
     assert load.load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
-
-
-def test_it_can_do_all_that_vllm_asks_of_a_logger(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    assert isinstance(load, StatLoggerBase)
-    load.log_engine_initialized()
-    load.log()
-    load.record_sleep_state(1, 1)
-    assert capsys.readouterr() == ("", "")
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------

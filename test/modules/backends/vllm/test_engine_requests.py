@@ -119,11 +119,6 @@ def masks(*words: list[int]) -> SimpleNamespace:
     return SimpleNamespace(token_ids=list(words))
 
 
-@pytest.mark.parametrize("given", [None, masks(), masks([], []), masks([])])
-def test_where_no_word_was_left_out_nothing_is_said(given: Any) -> None:
-    assert completion_from_vllm(output(answer(sampling_mask=given)), request(), 0).outputs[0].kept is None
-
-
 def stamps(**times: float) -> SimpleNamespace:
     given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
     return SimpleNamespace(**{**given, **times})
@@ -584,30 +579,6 @@ def had(*tokens: int, reason: str = "abort") -> Completion:
         outputs=outputs,
         metrics=CompletionMetrics(queue_seconds=0.25, first_token_seconds=0.5, total_seconds=1000.0),
     )
-
-
-def test_a_request_continues_from_what_it_resumes(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.swap(1)
-        await bench.start(resume=had(2), max_tokens=6, min_tokens=5, seed=10)
-        await bench.finish()
-
-    bench = run(script)
-    completion = bench.done["r"]
-    (output,) = completion.outputs
-    check(output, 0, 0, 1, 1, 1, 1)
-    assert (output.finish_reason, output.text) == ("length", "".join(map(chr, output.token_ids)))
-    assert (completion.prompt, completion.prompt_token_ids.tolist()) == ("text", PROMPT)
-    assert completion.num_cached_tokens == 2
-    ((_, prompt, params),) = bench.engine.asked
-    assert prompt == {"prompt_token_ids": [*PROMPT, 3, 4], "cache_salt": "swap-1"}
-    assert (params.max_tokens, params.min_tokens, params.seed, params.routed_experts_prompt_start) == (4, 3, 10, 4)
-    # all seconds of both requests, as with a swap; the engine's own counts are of what it made
-    times = completion.metrics
-    assert (times.queue_seconds, times.first_token_seconds) == (0.25, 0.5)
-    assert 1000 < times.total_seconds < 1100
-    assert bench.requests.seconds < 100
-    assert bench.requests.counts["generated_tokens"] == 4
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
