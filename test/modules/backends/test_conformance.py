@@ -1,6 +1,7 @@
-"""What a replica promises, kept alike by each kind: fake, child process, actor, over toy engines and real ones.
+"""What a replica promises, kept alike by each kind: fake, child process, actor, over toy engines and vLLM.
 
-The toy engine stands behind the real engine process, so whatever is not vLLM's own is the real thing.
+The toy engine stands behind the real engine process, so whatever is not vLLM's own is the real thing. What a service
+promises over engines of each kind is in ``test/contract/test_engine_service.py``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from support.completions import cut
 from support.processes import ids_request, toy_replica
 from support.waiting import until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import EngineKind, engine_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
-from torchrl_moe.modules.backends.transformers import transformers_arguments as transformers_kind
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 SECONDS = 240.0  # a busy machine starts a Ray actor slowly
@@ -71,13 +70,6 @@ def make_ray() -> Any:
         replica = RayReplica(3, ray_service(name="conformance"))
         replica.start()
         replica.wait_ready(SECONDS)
-    return replica
-
-
-def make_transformers(folder: Path) -> Any:
-    arguments = {"model": str(folder), "dtype": "float32", "max_model_len": 512}
-    replica = LocalReplica(3, transformers_kind, arguments, transformers_kind.engine_environment())
-    replica.start()
     return replica
 
 
@@ -142,25 +134,19 @@ def lasting() -> Iterator[dict[str, Any]]:
     params=[
         "fake",
         "local",
-        "transformers",
         "echo",
         pytest.param("ray", marks=pytest.mark.ray),
-        pytest.param("vllm", marks=pytest.mark.engine("qwen3_moe")),
         pytest.param("ray vllm", marks=[pytest.mark.ray, pytest.mark.engine]),
     ]
 )
 def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replica, Kind]:
     """A replica that serves; leave it so."""
     name = request.param
-    if name == "transformers":
-        return request.getfixturevalue("second_engine").replica_table[1].replica, REAL
     if name == "echo":
         if name not in lasting:
             lasting[name] = make_echo(request.getfixturevalue("echo_kind"))
             lasting[name].wait_ready(SECONDS)
         return lasting[name], REAL
-    if name == "vllm":
-        return request.getfixturevalue("engine").replica_table[0].replica, REAL
     if name == "ray vllm":
         return request.getfixturevalue("ray_pair").replica_table[0].replica, REAL
     if name == "ray":
@@ -175,7 +161,6 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     params=[
         "fake",
         "local",
-        "transformers",
         "echo",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("ray engine", marks=pytest.mark.ray),
@@ -185,10 +170,7 @@ def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     """A replica to be killed."""
     if "ray" in request.param:
         request.getfixturevalue("ray_cluster")
-    if request.param == "transformers":
-        folder = request.getfixturevalue("shelf").folder("qwen3_moe")
-        kind = replace(REAL, make=lambda: make_transformers(folder), kill=kill_process)
-    elif request.param == "echo":
+    if request.param == "echo":
         engine = request.getfixturevalue("echo_kind")
         kind = replace(REAL, make=lambda: make_echo(engine), kill=kill_process)
     else:
@@ -214,28 +196,6 @@ def requests(count: int, params: dict[str, Any], name: str = "r") -> list[Reques
 
 def prompts(completions: list[Completion]) -> list[list[int]]:
     return [completion.prompt_token_ids.tolist() for completion in completions]
-
-
-# -- two engines ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_two_engines_give_the_same_greedy_answers(engine: AsyncVLLM, second_engine: AsyncVLLM) -> None:
-    """But where two words, or two experts, are as good as each other: then either goes its own way from there."""
-    params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 0}
-    prompts = [np.random.default_rng(seed).integers(0, 256, 4 + seed).tolist() for seed in range(12)]
-    ours, theirs = (one.generate(prompts, params, use_tqdm=False) for one in (second_engine, engine))
-    apart = []
-    for one, other in zip(ours, theirs, strict=True):
-        (a,), (b,) = one.outputs, other.outputs
-        same = int((a.token_ids == b.token_ids).cumprod().sum())
-        assert np.abs(a.logprobs - b.logprobs)[:same].max(initial=0.0) <= 1e-5
-        rows = slice(0, len(one.prompt_token_ids) + same - 1)
-        assert (np.sort(a.routed_experts[rows], -1) == np.sort(b.routed_experts[rows], -1)).all()
-        assert a.routed_experts.dtype == b.routed_experts.dtype
-        assert (a.text == b.text) == (same == 16)
-        apart += [same] if same < 16 else []
-    assert len(apart) <= 1
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -1,42 +1,59 @@
-"""What TorchRL's code asks of an engine: on fake replicas, and on a real one where vLLM's own answer counts."""
+"""What TorchRL's code asks of an engine, and of its actors one by one."""
 
 from __future__ import annotations
 
-import pickle
+import dataclasses
+import math
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from support.engines import EngineShelf
 from support.processes import PYTHONPATH
-from torchrl_moe.errors import EngineError
-from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.errors import ReplicaDiedError
 from torchrl_moe.modules.serving import balancer as actors
 from torchrl_moe.testing import FakeAsyncVLLM
 
-COUNTS = """
-import sys
+FRESH = """
+import sys, time, weakref
+from torchrl_moe.modules.serving import fleet
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
-engine = FakeAsyncVLLM()
+
+fleet.TICK_SECONDS = 0.02
+
+class Child: pass
+
+def end():  # as the replicas of processes do
+    engine.replicas[0].die()
+    time.sleep(0.4)
+    print(engine.replica_table[0].restarts, engine.replica_table[0].state.name, flush=True)
+
+child = Child()
+weakref.finalize(child, end)
+engine = FakeAsyncVLLM(faults=FaultPolicy(first_delay=0.0))
 assert isinstance(engine, FakeAsyncVLLM) and engine.__class__ is FakeAsyncVLLM
-assert not {"torchrl", "vllm", "ray"} & set(sys.modules), "an engine loads none of these"
-from torchrl.modules.llm.backends.vllm import RLvLLMEngine
-assert isinstance(engine, RLvLLMEngine)
-assert issubclass(FakeAsyncVLLM, RLvLLMEngine)
-assert RLvLLMEngine.__abstractmethods__ <= set(dir(engine))
-print("counts")
+print({"torchrl", "vllm", "ray"} & set(sys.modules), flush=True)
 """
 
 
-def test_an_engine_counts_as_torchrls_without_loading_torchrl() -> None:
+def test_a_process_that_ends_with_an_engine_has_not_loaded_torchrl_and_restarts_nothing() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", COUNTS], env={"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", FRESH], env={"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=100
     )
-    assert run.stdout.splitlines()[-1:] == ["counts"], run.stderr
+    assert run.stdout.splitlines() == ["set()", "0 SERVING"], run.stderr
+
+
+def test_an_engine_counts_as_torchrls() -> None:
+    from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+
+    with FakeAsyncVLLM() as engine:
+        assert isinstance(engine, RLvLLMEngine)
+    assert issubclass(FakeAsyncVLLM, RLvLLMEngine)
+    assert RLvLLMEngine.__abstractmethods__ <= set(dir(engine))
 
 
 def test_torchrls_wrapper_refuses_an_engine_by_its_type() -> None:
@@ -74,40 +91,73 @@ def test_weights_do_not_come_by_a_workers_method(method: str) -> None:
         engine.collective_rpc(method)
 
 
-def test_an_engine_of_this_process_is_not_pickled() -> None:
-    words = "FakeAsyncVLLM cannot be pickled: .*backend='ray'.*policy_factory"
-    with FakeAsyncVLLM() as engine, pytest.raises(TypeError, match=words):
-        pickle.dumps(engine)
+FEW: dict[str, Any] = {"sampling_params": {"max_tokens": 2}, "use_tqdm": False}
 
 
-# -- vLLM -------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def three() -> Iterator[FakeAsyncVLLM]:
+    """Three fake replicas."""
+    with FakeAsyncVLLM(3) as three:
+        yield three
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_a_check_of_the_users_runs_in_every_worker(engine: AsyncVLLM) -> None:
-    def names(saved: Any, model: Any) -> tuple[int, bool]:
-        same = all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in saved.items())
-        return len(saved), same and type(model).__name__ == "Qwen3MoeForCausalLM"
-
-    engine.save_model_params()
-    (((count, same),),) = engine.validate_model_params(names)
-    assert count > 30
-    assert same
-
-    def fail(saved: Any, model: Any) -> None:
-        raise RuntimeError("the weights are not mine")
-
-    with pytest.raises(EngineError, match="the weights are not mine"):
-        engine.validate_model_params(fail)
-    assert len(engine.generate([65], {"max_tokens": 4, "ignore_eos": True}, use_tqdm=False).outputs[0].token_ids) == 4
+def test_there_is_one_for_each_replica_that_is_listed(three: FakeAsyncVLLM) -> None:
+    assert [actor.index for actor in three.actors] == [0, 1, 2]
+    assert three.actors == three.actors
+    three.remove_replica(1)
+    assert [actor.index for actor in three.actors] == [0, 2]
+    assert repr(three.actors[1]) == "ActorHandle(#2 SERVING v0 inflight=0)"
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_the_models_tensors_are_named_as_in_the_checkpoint(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    from safetensors import safe_open
+def test_each_answers_by_itself(three: FakeAsyncVLLM) -> None:
+    replicas = [actor.generate("hi", **FEW).metrics.replica for actor in three.actors]
+    assert replicas == [0, 1, 2]
+    last = three.actors[2]
+    assert [one.metrics.replica for one in last.generate(prompt_token_ids=[[1], [2]], **FEW)] == [2, 2]
+    assert last.get_tokenizer() is three.get_tokenizer()
+    assert last.ready() is True
+    assert last.get_world_size() == 1
+    assert (last.get_num_unfinished_requests(), last.get_cache_usage()) == (0, 0.0)
 
-    with safe_open(shelf.folder("qwen3_moe") / "model.safetensors", "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
-    metadata = engine.get_model_metadata()
-    assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    assert metadata["model.layers.1.mlp.experts.15.gate_proj.weight"] == (torch.float32, torch.Size([32, 64]))
+
+def test_the_world_is_all_ranks_of_a_replica(three: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 5}
+    monkeypatch.setattr(three, "infos", [dataclasses.replace(three.infos[0], **sizes)])
+    assert three.actors[0].get_world_size() == 30
+
+
+def test_what_is_asked_of_one_concerns_that_one(three: FakeAsyncVLLM) -> None:
+    for entry in three.replica_table:
+        three.load_balancer.acquire_at(entry.index, prompt=[1, 2, 3]).release()
+    caches = [entry.cache for entry in three.replica_table]
+    assert three.actors[1].reset_prefix_cache() is True
+    lost = [entry.cache != cache for entry, cache in zip(three.replica_table, caches, strict=True)]
+    assert lost == [False, True, False]
+
+
+def test_one_that_died_says_so(three: FakeAsyncVLLM) -> None:
+    three.replicas[1].die("gone")
+    actor = three.actors[1]
+    assert math.isnan(actor.get_cache_usage())
+    assert actor.ready() is False
+    with pytest.raises(ReplicaDiedError, match="replica 1, which actor_index names, is dead"):
+        actor.generate("hi", **FEW)
+    three.shutdown()
+    assert not any(actor.ready() for actor in three.actors)
+
+
+def test_what_torchrls_actors_have_besides_is_refused_by_name(three: FakeAsyncVLLM) -> None:
+    actor = three.actors[0]
+    words = {
+        "init_weight_transfer_engine": "weights come by a sender",
+        "update_weights_native": "weights come by a sender",
+        "collective_rpc_v1": r"engine\.collective_rpc",
+        "sleep": r"engine\.sleep",
+        "wake_up": r"engine\.wake_up",
+    }
+    for name, instead in words.items():
+        with pytest.raises(AttributeError, match=f"a replica of this engine has no {name}: .*{instead}"):
+            getattr(actor, name)
+        assert not hasattr(actor, name)
+    with pytest.raises(AttributeError, match="'ActorHandle' object has no attribute 'unknown'"):
+        actor.unknown  # noqa: B018

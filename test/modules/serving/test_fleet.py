@@ -1,21 +1,31 @@
-"""A fleet of fake replicas: commands to all of them, more and fewer of them, stats, and the end."""
+"""A fleet of replicas: commands to all, more and fewer of them, what died or stalls comes back, probes, the end."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from support.services import HOUR, QUICK, ask, slow_if, until_running
-from support.waiting import in_thread, until
-from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
-from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
-from torchrl_moe.modules.serving.service import GenerationService
+from support.clock import Clock
+from support.replicas import ScriptedReplica
+from support.services import HOUR, QUICK, RestartingService, ask, listening, slow_if, until_running
+from support.waiting import PATIENCE, in_thread, until
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.replica import ProbeReport
+from torchrl_moe.modules.serving import fleet as fleet_module
+from torchrl_moe.modules.serving.candidates import BreakerState, FaultPolicy, Recovery, ReplicaState
+from torchrl_moe.modules.serving.fleet import Probe, ProbeHistory
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 from torchrl_moe.testing.fake_weights import FakeFleet
@@ -24,38 +34,6 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 
 
 # -- commands to all replicas -----------------------------------------------------------------------------------------
-
-
-def test_pause_keep_freezes_and_resume_continues(serve: Any) -> None:
-    engine = serve(2, token_seconds=0.001)
-    call = in_thread(lambda: ask(engine, ["a", "b"], max_tokens=500))
-    until_running(engine, [1, 1])
-    engine.pause()
-    time.sleep(0.7)
-    assert not call.done()
-    engine.resume()
-    assert [completion.outputs[0].finish_reason for completion in call.result(60.0)] == ["length", "length"]
-
-
-def test_pause_wait_lets_requests_finish_and_holds_new_ones(serve: Any) -> None:
-    engine = serve(2, token_seconds=0.01)
-    call = in_thread(lambda: ask(engine, ["a", "b"]))
-    until_running(engine, [1, 1])
-    engine.pause("wait")
-    assert [completion.outputs[0].finish_reason for completion in call.result(60.0)] == ["length", "length"]
-    with pytest.raises(GenerationTimeout):
-        ask(engine, timeout_seconds=0.1)
-    engine.resume()
-    ask(engine)
-
-
-def test_pause_abort_cuts_requests_short(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, ["a", "b"]))
-    until_running(engine, [1, 1])
-    engine.pause("abort", clear_cache=True)
-    assert [completion.aborted for completion in call.result(60.0)] == [True, True]
-    engine.resume()
 
 
 def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serve: Any) -> None:
@@ -74,17 +52,6 @@ def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serv
     engine.wake_up()
     assert [completion.outputs[0].finish_reason for completion in call.result(60.0)] == ["length", "length"]
     engine.wake_up()
-
-
-def test_engines_that_were_paused_before_they_slept_are_paused_afterwards(serve: Any) -> None:
-    engine = serve(2)
-    engine.pause()
-    engine.sleep()
-    engine.wake_up()
-    with pytest.raises(GenerationTimeout):
-        ask(engine, timeout_seconds=0.1)
-    engine.resume()
-    ask(engine)
 
 
 def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
@@ -120,21 +87,6 @@ def test_a_replica_that_is_restarted_meanwhile_sleeps_too_and_keeps_its_weights(
     assert ask(service, actor_index=0, timeout_seconds=60.0).metrics.replica == 0
 
 
-def test_a_replica_that_is_restarted_meanwhile_comes_back_paused(fleet: Any) -> None:
-    service = fleet(2)
-    service.pause()
-    service.kill(0)
-    until(lambda: service.restarts == [1, 0] and service.replica_table[0].replica._paused)
-    call = in_thread(lambda: ask(service, actor_index=0))
-    time.sleep(0.05)
-    assert not call.done()
-    service.resume()
-    assert call.result(60.0).metrics.replica == 0
-    service.kill(0)
-    until(lambda: service.restarts == [2, 0] and service.states == ["SERVING", "SERVING"])
-    assert len(ask(service, ["a", "b"], timeout_seconds=5.0)) == 2
-
-
 def test_a_pause_that_failed_does_not_hold_what_is_restarted(fleet: Any) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, token_seconds=0.0 if n else HOUR))
     call = in_thread(lambda: ask(service))
@@ -159,24 +111,6 @@ def test_a_pause_that_failed_on_one_replica_is_taken_back_on_the_others(serve: A
     assert ask(engine, timeout_seconds=5.0).metrics.replica == 1
 
 
-def test_a_second_pause_that_failed_leaves_the_first(serve: Any) -> None:
-    engine = serve(1, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, request_ids="x"))
-    until_running(engine, [1])
-    engine.pause()
-    with pytest.raises(EngineError, match="was not idle"):
-        engine.pause("wait", timeout_seconds=0.05)
-    assert engine.replicas[0]._paused
-    engine.abort("x")
-    call.result(60.0)
-    engine.resume()
-
-
-def test_an_unknown_way_to_pause_is_refused(serve: Any) -> None:
-    with pytest.raises(ValueError, match="mode must be 'keep', 'wait' or 'abort', got 'drop'"):
-        serve().pause("drop")
-
-
 def test_pause_has_a_deadline_after_which_new_requests_are_taken_again(serve: Any) -> None:
     engine = serve(1, token_seconds=slow_if("slow"))
     call = in_thread(lambda: ask(engine, "slow", request_ids="x"))
@@ -199,116 +133,6 @@ def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve
     assert engine.collective_rpc("do", 7.0) == [[i, "do", (), None, 7.0] for i in range(3)]
 
 
-def test_collective_rpc_passes_plain_data_on(serve: Any) -> None:
-    engine = serve(2)
-    heard: list[Any] = []
-    for replica in engine.replicas:
-        replica.overrides["collective_rpc"] = lambda timeout, **arguments: heard.append((timeout, arguments)) or ["ok"]
-    assert engine.collective_rpc("method", 3.0, [1, 2], {"k": 3}) == [["ok"], ["ok"]]
-    assert heard == [(3.0, {"method": "method", "args": [1, 2], "kwargs": {"k": 3}})] * 2
-    engine.collective_rpc("method")
-    assert heard[2] == (60.0, {"method": "method", "args": (), "kwargs": None})
-
-
-def test_a_command_that_fails_on_one_replica_is_an_error(serve: Any) -> None:
-    with pytest.raises(EngineError, match="the fake engine has no verb 'collective_rpc'"):
-        serve(2).collective_rpc("method")
-
-
-def test_commands_go_round_dead_replicas(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    engine.pause()
-    engine.resume()
-    assert engine.reset_prefix_cache() is True
-    assert engine.get_tokenizer().encode("a") == [97]
-    assert engine.replica_table[0].state is ReplicaState.DEAD
-
-
-def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    engine.replica_table.mark_dead(0)
-    engine.replica_table.replace(0, FakeReplica(0, start_seconds=3600.0))
-    engine.pause()
-    engine.resume()
-    for replica in (engine.replicas[0], engine.replica_table[0].replica):
-        replica.overrides["stats"] = lambda timeout: pytest.fail("asked")
-    assert math.isnan(engine.get_cache_usage()[0])
-    assert math.isnan(engine.get_cache_usage(0))
-    assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
-    engine.replicas[1].die()
-    engine.replica_table.set_recovery(0, Recovery.SUPERVISOR)
-    with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#0 STARTING.*Wait for their restart"):
-        engine.pause()
-
-
-def test_a_death_under_a_command_is_noted(serve: Any) -> None:
-    engine = serve(2)
-
-    def die(timeout: float) -> None:
-        engine.replicas[0].die()
-        raise ReplicaDiedError("died under it")
-
-    engine.replicas[0].overrides["resume"] = die
-    with pytest.raises(ReplicaDiedError, match="died under it"):
-        engine.resume()
-    assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]
-
-
-def test_the_prefix_cache_cannot_be_reset_under_requests(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    assert engine.reset_prefix_cache() is True
-    call = in_thread(lambda: ask(engine, request_ids="x"))
-    until_running(engine, [1, 0])
-    assert engine.reset_prefix_cache() is False
-    engine.abort("x")
-    call.result(60.0)
-
-
-# -- stats ----------------------------------------------------------------------------------------------------------
-
-
-def test_it_is_ready_while_a_replica_serves(serve: Any) -> None:
-    engine = serve(2)
-    assert engine.ready()
-    engine.replica_table.mark_dead(0)
-    assert engine.ready()
-    engine.replica_table.mark_dead(1)
-    assert not engine.ready()
-    engine.shutdown()
-    assert not engine.ready()
-
-
-def test_unfinished_requests_are_counted_per_replica(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, list("abc"), request_ids=list("abc")))
-    until_running(engine, [2, 1])
-    assert engine.get_num_unfinished_requests() == [2, 1]
-    assert [engine.get_num_unfinished_requests(i) for i in range(2)] == [2, 1]
-    engine.abort(["a", "b", "c"])
-    call.result(60.0)
-    assert engine.get_num_unfinished_requests() == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["get_num_unfinished_requests", "get_cache_usage"])
-@pytest.mark.parametrize("index", [2, -1])
-def test_stats_of_a_replica_that_does_not_exist_are_an_index_error(serve: Any, name: str, index: int) -> None:
-    with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
-        getattr(serve(2), name)(index)
-
-
-def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> None:
-    engine = serve(2)
-    assert engine.get_cache_usage() == [0.0, 0.0]
-    assert engine.get_cache_usage(1) == 0.0
-    engine.replicas[0].die()
-    dead, alive = engine.get_cache_usage()
-    assert math.isnan(dead)
-    assert alive == 0.0
-    assert math.isnan(engine.get_cache_usage(0))
-
-
 # -- life -------------------------------------------------------------------------------------------------------------
 
 
@@ -319,31 +143,6 @@ def test_shutdown_is_idempotent_and_may_come_from_many_threads() -> None:
     engine.shutdown()
     assert [entry.state.name for entry in engine.replica_table] == ["DEAD"] * 3
     assert [replica.is_alive() for replica in engine.replicas] == [False] * 3
-
-
-def test_a_service_that_was_never_started_can_be_shut_down() -> None:
-    service = GenerationService([FakeReplica()])
-    service.shutdown()
-    assert not service.is_running
-
-
-def test_one_replica_that_fails_to_end_does_not_keep_the_others() -> None:
-    engine = FakeAsyncVLLM(3)
-
-    def fail() -> None:
-        raise OSError("stuck")
-
-    engine.replicas[0].shutdown = fail
-    with pytest.raises(OSError, match="stuck"):
-        engine.shutdown()
-    assert [replica.is_alive() for replica in engine.replicas] == [True, False, False]
-
-
-def test_a_service_as_a_context_ends_with_it_whatever_happens() -> None:
-    with pytest.raises(KeyError), FakeAsyncVLLM() as engine:
-        assert engine.is_running
-        raise KeyError
-    assert not engine.is_running
 
 
 # -- more and fewer replicas ------------------------------------------------------------------------------------------
@@ -375,23 +174,6 @@ def test_one_that_is_added_has_the_weights_of_the_others_before_it_serves(fleet:
     assert [row["version"] for row in service.stats()] == [3, 3]
 
 
-def test_one_that_is_added_to_a_paused_service_is_paused(fleet: Any) -> None:
-    service = fleet(1)
-    service.pause()
-    service.add_replicas()
-    call = in_thread(lambda: ask(service, actor_index=1))
-    until(lambda: service.replica_table[1].inflight == 1)
-    service.resume()
-    assert call.result(60.0).metrics.replica == 1
-
-
-def test_one_that_needs_weights_that_nobody_brings_waits_for_the_next_update(fleet: Any) -> None:
-    service = fleet(1)
-    service.replica_table.set_version(0, 3)
-    assert service.add_replicas() == [1]
-    assert (service.states, service.replica_table[1].recovery) == (["SERVING", "STARTING"], Recovery.UPDATE)
-
-
 def test_more_requests_run_at_a_time_with_more_replicas_unless_the_user_said_how_many(fleet: Any) -> None:
     service, limited = fleet(1), fleet(1, max_concurrent_requests=7)
     service.add_replicas()
@@ -409,13 +191,6 @@ def test_replicas_that_do_not_come_up_are_not_added(fleet: Any) -> None:
     assert (service.num_replicas, service.states) == (1, ["SERVING"])
     assert not any(line[0].is_alive() for line in service.made[1:])
     assert service.add_replicas(timeout_seconds=60.0) == [3]  # no index is used twice
-
-
-def test_a_fake_engine_grows_too(serve: Any) -> None:
-    engine = serve(1)
-    assert engine.add_replicas(2) == [1, 2]
-    assert [replica.index for replica in engine.replicas] == [0, 1, 2]
-    assert ask(engine, actor_index=2).metrics.replica == 2
 
 
 def test_a_service_that_was_given_its_replicas_can_add_none(fleet: Any) -> None:
@@ -491,13 +266,6 @@ def test_of_two_who_remove_the_last_two_replicas_one_is_refused(fleet: Any) -> N
     assert service.num_replicas == 1
 
 
-def test_two_who_add_at_once_get_replicas_of_their_own(fleet: Any) -> None:
-    service = fleet(1, lambda index, _: FakeReplica(index, start_seconds=0.2 if index else 0.0))
-    adding = [in_thread(lambda: service.add_replicas(2)) for _ in range(2)]
-    assert sorted(index for call in adding for index in call.result(60.0)) == [1, 2, 3, 4]
-    assert [(entry.index, entry.replica.index) for entry in service.replica_table] == [(i, i) for i in range(5)]
-
-
 def test_a_replica_takes_nothing_new_while_it_is_drained_whatever_an_update_does(fleet: Any) -> None:
     service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
     call = in_thread(lambda: ask(service, actor_index=1, request_ids="x"))
@@ -552,10 +320,644 @@ def test_removals_do_not_count_as_deaths_under_a_request(fleet: Any) -> None:
     assert call.result(60.0).metrics.replica == 0
 
 
-def test_without_a_supervisor_nobody_waits_for_an_added_replica_that_died(serve: Any) -> None:
-    engine = serve(1)
-    engine.add_replicas()
-    for replica in engine.replicas:
-        replica.die()
+def until_serving(service: RestartingService, restarts: list[int]) -> None:
+    until(lambda: service.states == ["SERVING"] * len(restarts) and service.restarts == restarts)
+
+
+def test_the_log_says_of_each_death_and_return_once(fleet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    service = fleet()
+    service.kill(0, "out of memory\nits log")
+    until_serving(service, [1, 0])
+    service.replica_table.set_state(1, ReplicaState.SYNCING)
+    service.replica_table.set_state(1, ReplicaState.QUARANTINED)
+    until_serving(service, [1, 1])
+    assert caplog.messages == [
+        "replica 0 died: out of memory",
+        "replica 0 serves again, after restart 1",
+        "replica 1 is quarantined: an update left it with unknown weights",
+        "replica 1 serves again, after restart 1",
+    ]
+    caplog.clear()
+    service.shutdown()
+    assert caplog.messages == []
+
+
+def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "TICK_SECONDS", HOUR)
+    service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n == 0))
+    assert ask(service).prompt == "hi"
+    assert service.restarts == [1]
+    assert (
+        service.replica_table[0].last_error == f"replica 0 died: under {service.made[0][0].submitted[0].request_id!r}"
+    )
+
+
+# -- not for ever -----------------------------------------------------------------------------------------------------
+
+
+def broken_after(number: int) -> Callable[[int, int], FakeReplica]:
+    return lambda i, n: FakeReplica(i, fail_start="no memory" if i == 0 and n > number else "")
+
+
+def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = fleet(2, broken_after(0), replace(QUICK, max_restarts=3))
+    service.kill(0)
+    until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
+    assert (service.states, service.restarts) == (["DEAD", "SERVING"], [3, 0])
+    assert service.replica_table[0].last_error == (
+        "restarted 3 times within 300 s, and given up. The last error: replica 0 died: no memory"
+    )
+    with pytest.raises(ReplicaDiedError, match="which actor_index names, is dead: restarted 3 times within 300 s"):
+        ask(service, actor_index=0)
+    assert ask(service).metrics.replica == 1
+    assert caplog.messages[-1].startswith("replica 0 is not restarted any more: restarted 3 times within 300 s")
+
+
+def test_restarts_of_long_ago_do_not_count(fleet: Any) -> None:
+    service = fleet(1, faults=replace(QUICK, max_restarts=1, restart_window=0.05))
+    for number in range(1, 4):
+        service.kill(0)
+        until_serving(service, [number])
+        time.sleep(0.06)
+
+
+def test_delays_grow_with_each_restart(fleet: Any) -> None:
+    times: list[float] = []
+
+    def make(index: int, number: int) -> FakeReplica:
+        times.append(time.monotonic())
+        return FakeReplica(index, fail_start="no" if 0 < number < 4 else "")
+
+    service = fleet(1, make, replace(QUICK, first_delay=0.05, longest_delay=10.0))
+    service.kill(0)
+    until_serving(service, [4])
+    waits = [after - before for before, after in itertools.pairwise(times[1:])]
+    assert [wait >= least for wait, least in zip(waits, (0.1, 0.2, 0.4), strict=True)] == [True] * 3
+
+
+def test_calls_end_at_once_when_the_last_hope_is_given_up(fleet: Any) -> None:
+    service = fleet(1, broken_after(0), replace(QUICK, max_restarts=2))
+    service.replica_table[0].replica.token_seconds = HOUR
+    call = in_thread(lambda: ask(service))
+    task = in_thread(lambda: asyncio.run(service.agenerate("b")))
+    until(lambda: service.replica_table[0].inflight == 2)
+    service.kill(0, "lightning")
+    for future in (call, task):
+        with pytest.raises(
+            NoReplicaError, match=r"no replica is serving: .*It had started on another replica: .*lightning"
+        ):
+            future.result(60.0)
+    with pytest.raises(NoReplicaError, match="Make a new service"):
+        service.pause()
+
+
+def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
+    service = fleet()
+    service.replica_table[0].replica.was_ended = True
+    service.kill(0)
+    until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
+    assert (service.states, service.restarts) == (["DEAD", "SERVING"], [0, 0])
+    assert service.replica_table[0].last_error == "replica 0 was shut down by another driver"
+
+
+def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(index: int, number: int) -> FakeReplica:
+        if number:
+            raise KeyError("settings")
+        return FakeReplica(index)
+
+    service = fleet(1, make)
+    service.kill(0)
+    until(lambda: "the supervisor failed at replica 0, and goes on" in caplog.messages)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+    assert (service.states, service.replica_table[0].recovery) == (["DEAD"], Recovery.NOBODY)
+    assert service.replica_table[0].last_error == "restarting failed with KeyError('settings')"
+
+
+# -- the current weights ----------------------------------------------------------------------------------------------
+
+
+def serve_version(service: RestartingService, version: int) -> Callable[[int], None]:
+    def bring(index: int) -> None:
+        service.replica_table.set_version(index, version)
+        service.replica_table.set_state(index, ReplicaState.SERVING)
+
+    return bring
+
+
+def test_it_serves_once_it_was_brought_to_the_newest_weights(fleet: Any) -> None:
+    service = fleet()
+    service.replica_table.set_version(0, 7)
+    asked: list[tuple[int, str]] = []
+
+    def bring(index: int) -> None:
+        asked.append((index, service.states[index]))
+        if len(asked) < 3:
+            raise WeightSyncError("the store is busy")
+        serve_version(service, 7)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [1, 0])
+    assert asked == [(0, "STARTING")] * 3
+    assert service.replica_table[0].version == 7
+    assert service.replica_table[0].last_error == "its weights could not be loaded: the store is busy"
+
+
+def test_a_sync_that_asks_the_interpreter_to_exit_is_tried_again(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    tries = []
+
+    def bring(index: int) -> None:
+        tries.append(index)
+        if len(tries) == 1:
+            sys.exit("no store")
+        serve_version(service, 7)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [1])
+    assert service.replica_table[0].last_error == "its weights could not be loaded: it raised SystemExit('no store')"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any, ended: bool) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.replica_table.set_state(index, ReplicaState.QUARANTINED)
+            if ended:
+                service.replica_table[index].replica.shutdown()
+                return
+            raise RuntimeError("in the middle")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+
+
+def test_one_that_is_noted_as_dead_while_it_is_brought_is_restarted_though_it_lives(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.replica_table.mark_dead(index)
+            raise WeightSyncError("the replica is DEAD")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+    assert not service.made[0][1].is_alive()
+
+
+def test_without_a_registered_sync_it_waits_for_the_next_update(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 3)
+    service.kill(0)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
+    assert service.states == ["STARTING"]
     with pytest.raises(NoReplicaError):
-        ask(engine)
+        ask(service)  # for ever: the update may have to come from this very thread
+    call = in_thread(lambda: ask(service, timeout_seconds=5.0))
+    time.sleep(0.05)
+    assert not call.done()
+    serve_version(service, 4)(0)
+    assert call.result(60.0).metrics.replica == 0
+    assert service.replica_table[0].recovery is Recovery.SUPERVISOR
+
+
+def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: Any) -> None:
+    service = fleet()
+    service.replica_table.set_version(1, 3)
+    service.kill(0)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
+    brought: list[int] = []
+    service.register_weight_sync(lambda index: (brought.append(index), serve_version(service, 4)(index)))  # type: ignore[arg-type,func-returns-value]
+    time.sleep(0.6)
+    assert brought == []  # nothing newer was published: it may not have what the others have
+    service.replica_table.set_version(1, 4)
+    until_serving(service, [1, 0])
+    assert brought == [0]
+    assert [entry.version for entry in service.replica_table] == [4, 4]
+
+
+def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = fleet()
+    service.replica_table.set_version(1, 3)
+    service.kill(0)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
+
+    def bring(index: int) -> None:
+        if service.restarts[0] < 2:
+            raise KeyError("a bug")
+        serve_version(service, 4)(index)
+
+    service.register_weight_sync(bring)
+    service.replica_table.set_version(1, 4)
+    until_serving(service, [2, 0])
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
+def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serves(fleet: Any) -> None:
+    service = fleet(4)
+    silent, unsure, knowing = (line[0] for line in service.made[1:])
+    silent.die()
+    unsure.overrides["weights_version"] = lambda timeout: 0
+    knowing.overrides["weights_version"] = lambda timeout: 5
+    service.kill(0)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
+    assert (service.states[0], service.replica_table.latest_version) == ("STARTING", 5)
+    assert 0 not in {completion.metrics.replica for completion in ask(service, list("abcd"))}
+    serve_version(service, 6)(0)
+    assert ask(service, actor_index=0, timeout_seconds=5.0).metrics.replica == 0
+
+
+def test_what_another_driver_brings_is_heard_of_and_one_that_is_restarted_waits_for_it(fleet: Any) -> None:
+    service = fleet(1)
+    entry = service.replica_table[0]
+    entry.replica.version = 57  # by another driver; the replica says so with its stats
+    until(lambda: (entry.version, service.replica_table.latest_version) == (57, 57))
+    service.kill(0)
+    until(lambda: entry.recovery is Recovery.UPDATE)
+    assert (service.states, entry.version) == (["STARTING"], 0)  # nobody is left who could be asked
+    entry.replica.version = 56
+    time.sleep(1.5)  # a few looks
+    assert service.states == ["STARTING"]
+    entry.replica.version = 57
+    until_serving(service, [1])
+    assert entry.version == 57
+    assert ask(service, timeout_seconds=5.0).metrics.replica == 0
+
+
+# -- a service that is paused -----------------------------------------------------------------------------------------
+
+
+def test_in_a_paused_service_one_is_paused_before_it_takes_requests(fleet: Any) -> None:
+    service = fleet(1)
+    service.pause()
+    entry, seen = service.replica_table[0], set()
+
+    def note() -> None:
+        if entry.restarts and entry.state is ReplicaState.SERVING:
+            seen.add(entry.replica._paused)
+
+    with listening(service.replica_table, note):
+        service.kill(0)
+        until(lambda: seen)
+    assert seen == {True}
+    service.resume()
+    ask(service, timeout_seconds=5.0)
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_stalls_its_replicas_fails_with_what_their_logs_say(fleet: Any) -> None:
+    service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR))
+    call = in_thread(lambda: ask(service))
+    for deaths in (1, 2):
+        until(lambda: any(entry.inflight for entry in service.replica_table))
+        (entry,) = [entry for entry in service.replica_table if entry.inflight]
+        entry.replica.log_tail = lambda: "ValidationError: Expected `int`"
+        entry.replica.stall()
+        until(lambda deaths=deaths: sum(service.restarts) == deaths)
+    with pytest.raises(
+        ReplicaDiedError,
+        match=r"(?s)2 replicas died under it\. The last one: .* gave no sign .*says:\nValidationError: Exp",
+    ):
+        call.result(PATIENCE)
+
+
+@pytest.mark.parametrize("part", ["owner", "core"])
+def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, part: str) -> None:
+    service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0))
+    call = in_thread(lambda: ask(service, actor_index=0))
+    free = in_thread(lambda: ask(service, ["a", "b"]))
+    until(lambda: service.replica_table[0].inflight == 2)
+    stalled = service.made[0][0]
+    if part == "owner":
+        stalled.stall()
+    else:
+        stalled.probe_report = ProbeReport(core_answered=False, stopped=True)
+    assert call.result(60.0).metrics.replica == 0
+    assert len(free.result(60.0)) == 2
+    assert not stalled.is_alive()
+    assert service.restarts == [1, 0]
+    assert service.replica_table[0].last_error == "replica 0 gave no sign of life in 0.1 s and was ended"
+
+
+def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> None:
+    service = fleet(3, faults=replace(QUICK, slow_patience=HOUR))
+    slow, syncing, paused = (line[0] for line in service.made)
+
+    ticks = iter(range(1, 10**6))
+    slow.overrides["probe"] = lambda *_, **__: ProbeReport(core_answered=False, cpu_seconds=float(next(ticks)))
+    service.replica_table.set_state(1, ReplicaState.SYNCING)
+    syncing.stall()
+    paused.call(Engine.pause, 1.0, "keep", False)
+    time.sleep(0.5)
+    assert service.restarts == [0, 0, 0]
+    assert service.states == ["SERVING", "SYNCING", "SERVING"]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_cannot_be_asked_whether_it_lives_keeps_no_other_from_coming_back(fleet: Any) -> None:
+    service = fleet(3)
+
+    def broken() -> bool:
+        raise OSError("too many open files")
+
+    service.made[0][0].is_alive = broken
+    try:
+        service.kill(1)
+        until_serving(service, [0, 1, 0])
+        expected = "EngineError: replica 0 could not be asked whether it is alive: OSError('too many open files')"
+        until(lambda: service._fleet.supervisor_error == expected)
+    finally:
+        del service.made[0][0].is_alive
+    until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 3)
+
+
+def test_it_outlives_an_error_says_so_and_continues(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    service = fleet()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("torchrl_moe-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        service.kill(0)
+        error = until(lambda: service.stats()[0]["supervisor_error"])  # at its first restart
+        assert error == "NoThreadError: can't start new thread"
+    until_serving(service, [1, 0])
+    until(lambda: {row["supervisor_error"] for row in service.stats()} == {None})
+    assert "the supervisor failed at replica 0, and goes on" in [record.message for record in caplog.records]
+    service.replica_table[1].replica.stall()  # probes continue, too
+    until_serving(service, [1, 1])
+
+
+def no_thread_restarts() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
+
+
+def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, start_seconds=HOUR if n else 0.0), replace(QUICK, start=2 * HOUR))
+    service.kill(0)
+    until(lambda: service.restarts == [1])
+    call = in_thread(lambda: ask(service))
+    started = time.monotonic()
+    service.shutdown()
+    assert time.monotonic() - started < PATIENCE
+    with pytest.raises(EngineError):  # whichever comes first: no replica comes back, or the service was shut down
+        call.result(60.0)
+    until(no_thread_restarts)
+
+
+def test_a_delay_without_end_starts_nothing_until_the_shutdown(fleet: Any) -> None:
+    service = fleet(1, faults=replace(QUICK, first_delay=math.inf, longest_delay=math.inf))
+    service.kill(0)
+    until(lambda: service.states == ["DEAD"])
+    time.sleep(0.2)
+    assert service.replica_table[0].recovery is Recovery.SUPERVISOR
+    service.shutdown()
+    until(no_thread_restarts)
+    assert len(service.made[0]) == 1
+
+
+def test_a_sync_may_end_the_service(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    service.register_weight_sync(lambda index: service.shutdown())
+    service.kill(0)
+    until(lambda: not service.is_running)
+    until(no_thread_restarts)
+    assert service.states == ["DEAD"]
+
+
+def test_a_replica_that_is_made_after_the_end_is_ended(fleet: Any) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make(index: int, number: int) -> FakeReplica:
+        if number:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+        return FakeReplica(index)
+
+    service = fleet(1, make)
+    service.kill(0)
+    assert begun.wait(PATIENCE)
+    service.shutdown()  # which does not wait for long
+    go_on.set()
+    until(lambda: len(service.made[0]) == 2)
+    until(lambda: not service.made[0][1].is_alive(), 10.0)
+
+
+def test_a_replica_that_cannot_be_ended_does_not_keep_the_service_from_its_end(fleet: Any) -> None:
+    before = threading.enumerate()  # other tests' services may live beside it
+    service = fleet()
+    end = service.replica_table[0].replica.shutdown
+
+    def refuse() -> None:
+        service.replica_table[0].replica.shutdown = end
+        raise OSError("it does not end")
+
+    service.replica_table[0].replica.shutdown = refuse
+    loops = [one for one in threading.enumerate() if one.name == "torchrl_moe-service" and one not in before]
+    assert len(loops) == 1
+    with pytest.raises(OSError, match="it does not end"):
+        service.shutdown()
+    assert not service.made[1][0].is_alive()
+    until(lambda: not any(thread.is_alive() for thread in loops), 10.0)
+
+
+# -- health probes -----------------------------------------------------------------------------------------------------
+
+
+WELL = ProbeReport(core_answered=True)
+
+
+def silent(cpu_seconds: float = 0.0, stopped: bool = False) -> ProbeReport:
+    return ProbeReport(core_answered=False, cpu_seconds=cpu_seconds, stopped=stopped)
+
+
+def notes(*probe_report: ProbeReport | None, **policy: float) -> list[str]:
+    pulse = ProbeHistory(FaultPolicy(**{"probe": 10.0, "patience": 30.0, "slow_patience": 50.0, **policy}))
+    return [pulse.note(one) for one in probe_report]
+
+
+SILENT = "gave no sign of life in 30 s"
+
+
+@pytest.mark.parametrize("one", [None, silent(), silent(stopped=True)], ids=["owner", "core", "stopped"])
+def test_patience_ends_after_so_many_probes_without_a_sign_of_life(one: ProbeReport | None) -> None:
+    assert notes(one, one, one) == ["", "", SILENT]
+    assert notes(one, one, WELL, one, one, one) == ["", "", "", "", "", SILENT]
+    assert notes(one, patience=10.0) == ["gave no sign of life in 10 s"]
+
+
+def test_an_engine_that_computes_is_given_more_time() -> None:
+    steps = [silent(cpu_seconds=0.5 * i) for i in range(1, 7)]  # a twentieth of one core
+    assert notes(*steps) == [
+        "",
+        "",
+        "",
+        "",
+        "computed for 50 s without an answer",
+        "computed for 60 s without an answer",
+    ]
+    assert notes(*steps[:4], WELL, *steps[:4]) == [""] * 9
+
+
+def test_what_others_compute_is_no_life_of_a_stopped_process() -> None:
+    steps = [silent(cpu_seconds=10.0 * i, stopped=True) for i in range(1, 4)]
+    assert notes(*steps) == ["", "", SILENT]
+
+
+# -- probing ----------------------------------------------------------------------------------------------------------
+
+
+POLICY = FaultPolicy(probe=0.05, patience=0.1)
+
+
+def asked(replica: ScriptedReplica) -> int:
+    """How often, each time with what a probe brings."""
+    probes = replica.asked("probe")
+    assert probes == [0.025] * len(probes)
+    return len(probes)
+
+
+class Watch:
+    """The probes of a table's replicas, at a clock of the test's."""
+
+    def __init__(self, count: int = 1, policy: FaultPolicy = POLICY) -> None:
+        self.clock = Clock()
+        self.replicas = [ScriptedReplica(i) for i in range(count)]
+        self.table = ReplicaTable(self.replicas, ReplicaState.SERVING)
+        self.probes = [Probe(entry, policy, self.clock) for entry in self.table]
+        assert not any(self.look())
+
+    def look(self) -> list[str]:
+        return [probe.look(self.table) for probe in self.probes]
+
+    def a_round(self, answers: bool = True) -> list[str]:
+        """Let one probe of the first come and go."""
+        self.clock.now += POLICY.probe
+        before = asked(self.replicas[0])
+        assert not any(self.look())
+        assert asked(self.replicas[0]) == before + 1
+        if not answers:  # until the next is due
+            assert not any(self.look())
+            self.clock.now += POLICY.probe
+        return self.look()
+
+
+def test_each_is_asked_when_it_is_due_and_not_again_before_it_answered() -> None:
+    watch = Watch(2)
+    watch.clock.now = 0.04
+    watch.look()
+    assert [asked(replica) for replica in watch.replicas] == [0, 0]
+    watch.clock.now = 0.05
+    watch.look()
+    watch.look()
+    assert [asked(replica) for replica in watch.replicas] == [1, 1]
+    assert [entry.breaker.state for entry in watch.table] == [BreakerState.CLOSED] * 2
+
+
+def test_one_that_answers_nothing_gets_no_requests_and_is_stalled_once_patience_ends() -> None:
+    watch = Watch(2)
+    watch.replicas[0].stall()
+    assert watch.a_round(answers=False) == ["", ""]
+    assert [entry.index for entry in watch.table.serving()] == [1]
+    assert watch.a_round(answers=False) == ["gave no sign of life in 0.1 s", ""]
+    watch.replicas[0].die()
+
+
+def test_a_doubt_has_one_asked_at_once() -> None:
+    watch = Watch(2)
+    watch.table.doubt(1)
+    watch.look()
+    assert [asked(replica) for replica in watch.replicas] == [0, 1]
+    assert watch.table.doubts == set()
+
+
+# -- while an update runs ---------------------------------------------------------------------------------------------
+
+
+def test_one_whose_weights_are_replaced_is_left_alone_and_then_the_count_begins_again(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: ScriptedReplica(i), replace(QUICK, probe=0.2, patience=0.4))
+    replica, table = service.made[0][0], service.replica_table
+    replica.stall()
+    until(lambda: table[0].last_error == "gave no sign of life to a health probe")
+    table.set_state(0, ReplicaState.SYNCING)
+    before = len(replica.asked("probe"))
+    time.sleep(0.5)
+    assert len(replica.asked("probe")) == before
+    table.set_state(0, ReplicaState.SERVING)
+    until(lambda: service.restarts == [1])
+    assert len(replica.asked("probe")) == before + 2
+
+
+def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) -> None:
+    service = fleet(2)
+
+    def broken(*what: Any) -> Any:
+        raise OSError("too many open files")
+
+    service.made[0][0].ask = broken
+    service.made[1][0].stall()
+    until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
+
+
+def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.kill(index, "in the middle")
+            raise ReplicaDiedError("died")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+
+
+@pytest.mark.parametrize("error", [ValueError("no command 'probe'"), None], ids=["older", "dead"])
+def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | None) -> None:
+    watch = Watch()
+    if error is None:
+        watch.replicas[0].die()
+    else:
+        watch.replicas[0].script["probe"] = error
+    for _ in range(3):
+        assert watch.a_round() == [""]
+    assert not watch.table[0].breaker.blocks
+
+
+def test_it_is_ready_while_a_replica_serves(serve: Any) -> None:
+    engine = serve(2)
+    assert engine.ready()
+    engine.replica_table.mark_dead(0)
+    assert engine.ready()
+    engine.replica_table.mark_dead(1)
+    assert not engine.ready()
+    engine.shutdown()
+    assert not engine.ready()

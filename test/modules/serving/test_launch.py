@@ -1,81 +1,317 @@
-"""How a service is launched: what is refused, what makes replicas and asks Ray."""
+"""How a service is launched: its arguments, its devices, its start; scripted replicas in place of processes."""
 
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from torchrl_moe.modules.backends.engine_kind import engine_kind
-from torchrl_moe.modules.backends.process.process_replica import LocalReplica
+from support.replicas import ScriptedReplica
+from support.waiting import until
+from torchrl_moe.errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import engine_args as kind
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
+    DeviceSets,
     EngineArguments,
-    check_backend,
     default_timeout,
-    local_factory,
+    devices_of_trainer,
     pretrained_arguments,
+    ranks_here,
     ray_factory,
     ray_service,
+    visible_devices,
 )
 
-
-def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
-    check_backend("local", 1, name=None)
-    check_backend("ray", 2, name="policy")
-    with pytest.raises(ValueError, match=r"backend must be 'local' .* or 'ray'"):
-        check_backend("mpi", 1)
-    with pytest.raises(ValueError, match="num_replicas must be an integer from 1 to 65536, got 0"):
-        check_backend("local", 0)
-    with pytest.raises(ValueError, match="name given with backend='local': only backend='ray' takes them"):
-        check_backend("local", 1, name="policy", resources=None)
-    with pytest.raises(ValueError, match=r"devices=\[\[0\]\] given with backend='ray': Ray chooses devices"):
-        check_backend("ray", 1, [[0]])
+# -- built and started, with scripted replicas in place of processes --------------------------------------------------
 
 
-def test_an_engine_is_known_by_its_name() -> None:
-    for engine in ("vllm", "transformers"):
-        assert engine_kind(engine).PROGRAM.startswith(f"torchrl_moe.modules.backends.{engine}.")
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``made``: the replicas, with the arguments of a local one; ``script``: what being ready is, by index."""
+    scripted = SimpleNamespace(made=[], script={})
+
+    def make(
+        index: int, kind: Any, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any
+    ) -> ScriptedReplica:
+        ready = {"ready": scripted.script[index]} if index in scripted.script else {}
+        replica = ScriptedReplica(index, script=ready)
+        vars(replica).update(arguments=arguments, environment=environment, log_folder=log_folder)
+        scripted.made.append(replica)
+        return replica
+
+    monkeypatch.setattr("torchrl_moe.modules.backends.process.process_replica.LocalReplica", make)
+    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return scripted
 
 
-def test_an_actor_class_is_refused() -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model from outside."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_replicas_compute_where_they_are_told_to_and_not_where_the_trainer_does(
+    scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for choice, expected in [({}, ["0", "2"]), ({"devices": [[2], "cuda:1"]}, ["2", "1"])]:
+        scripted.made.clear()
+        with AsyncVLLM.from_pretrained(model, num_replicas=2, **choice):
+            assert [replica.environment["CUDA_VISIBLE_DEVICES"] for replica in scripted.made] == expected
+    with pytest.raises(ValueError, match=r"3 replicas .* the trainer computes on 1\."):
+        AsyncVLLM({"model": "m"}, 3)
+    with pytest.raises(ValueError, match="Ray chooses devices"):
+        AsyncVLLM.launch({"model": "m"}, 1, backend="ray", devices=[[0]])
+
+
+def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> None:
+    order: list[str] = []
+    scripted.script = {0: lambda: order.extend(replica.life[0] for replica in scripted.made)}
+    with AsyncVLLM({"model": "m"}, 3) as engine:
+        assert not engine.is_running
+        assert [replica.life for replica in scripted.made] == [[], [], []]
+        assert engine.start() is engine
+        assert order == ["start"] * 3  # all before the first was waited for
+        assert engine.is_running
+        assert [entry.state.name for entry in engine.replica_table] == ["SERVING"] * 3
+        assert repr(engine).startswith("AsyncVLLM('fake', 3 replicas)\n  #0 SERVING, v0, 0 in flight")
+        assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
+    assert [replica.life for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
+
+
+def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
+    with AsyncVLLM.launch({"model": "m"}) as engine:
+        with pytest.warns(UserWarning, match=r"the service is already running; start\(\) does nothing") as caught:
+            assert engine.start() is engine
+        assert caught[0].filename == __file__
+        assert scripted.made[0].life == ["start", "ready"]
+
+
+def test_what_only_ray_has_is_refused_by_name_without_it(scripted: Any) -> None:
+    with pytest.raises(ValueError, match="namespace, resources given with backend='local'"):
+        AsyncVLLM({"model": "m"}, namespace="n", resources={"CPU": 1})
+    assert scripted.made == []
+
+
+def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
+    engine = AsyncVLLM.launch({"model": "m"})
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match=r"start: the service was shut down\. Make a new one"):
+        engine.start()
+    never = AsyncVLLM({"model": "m"})
+    never.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        never.start()
+
+
+@pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
+def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted: Any, error: BaseException) -> None:
+    scripted.script = {1: error}
+    engine = AsyncVLLM({"model": "m"}, 3)
+    with pytest.raises(type(error)) as caught:
+        engine.start()
+    assert caught.value is error
+    assert [replica.life[-1] for replica in scripted.made] == ["shutdown"] * 3
+    assert not engine.is_running
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.start()
+
+
+def test_a_start_that_takes_too_long_names_the_limit_and_its_variable(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.script = {0: EngineError("replica 0 was not ready")}
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "2.5")
+    words = r"(?s)replica 0 was not ready.*had 2\.5 s: raise timeout_seconds, or the .*TORCHRL_VLLM_TIMEOUT_SECONDS"
+    with pytest.raises(EngineError, match=words):
+        AsyncVLLM.launch({"model": "m"})
+    assert scripted.made[0].life[-1] == "shutdown"
+
+
+def test_the_limit_is_for_all_replicas_together(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted.script = {0: lambda: time.sleep(0.2)}
+    with AsyncVLLM({"model": "m"}, 2).start(timeout_seconds=5.0):
+        first, second = (replica.asked("ready")[0] for replica in scripted.made)
+        assert 4.0 < first <= 5.0
+        assert second <= first - 0.2
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "77")
+    with AsyncVLLM.launch({"model": "m"}):
+        assert 70 < scripted.made[-1].asked("ready")[0] <= 77
+    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS")
+    with AsyncVLLM.launch({"model": "m"}):
+        assert 590 < scripted.made[-1].asked("ready")[0] <= 600
+
+
+def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
+    engine = AsyncVLLM.from_pretrained(model, num_replicas=2, sampling_params={"max_tokens": 3}, seed=7)
+    with engine:
+        expected = {"model": str(model), "tensor_parallel_size": 1, "seed": 7}
+        assert [replica.arguments for replica in scripted.made] == [expected, {**expected, "seed": 8}]
+        assert [replica.index for replica in scripted.made] == [0, 1]
+        assert engine.sampling_params == {"max_tokens": 3}
+        assert engine.engine_args == expected
+        assert (engine.engine_args.model, engine.engine_args.seed) == (str(model), 7)
+
+
+def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
+        scripted.made[1].die()
+        until(lambda: engine.replica_table[1].restarts == 1 and engine.replica_table[1].state.name == "SERVING")
+        _, old, new = scripted.made
+        assert old.life == ["start", "ready", "shutdown"]
+        assert new.life == ["start", "ready"]
+        assert (new.index, new.arguments) == (1, {"model": "m", "seed": 9})
+        assert new.environment == old.environment
+        assert new.environment["CUDA_VISIBLE_DEVICES"] == "5"
+    assert new.life[-1] == "shutdown"
+
+
+def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_replica(
+    scripted: Any, model: Path
+) -> None:
+    for given, expected in (
+        ({}, 3 * 1024),
+        ({"max_concurrent_requests": 5}, 5),
+        ({"max_concurrent_requests": None}, None),
+    ):
+        with AsyncVLLM.from_pretrained(model, num_replicas=3, **given) as engine:
+            assert engine.admission.limit == expected
+    with pytest.raises(ValueError, match="max_concurrent_requests must be an integer of at least 1, or None, got 0"):
+        AsyncVLLM.from_pretrained(model, max_concurrent_requests=0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_prefix_caching_of_the_constructor_wins_over_the_engine_arguments(scripted: Any, enabled: bool) -> None:
+    given = {"model": "m", "enable_prefix_caching": not enabled}
+    AsyncVLLM(given, enable_prefix_caching=enabled)
+    AsyncVLLM(given)
+    AsyncVLLM({"model": "m"})
+    one, two, three = (replica.arguments for replica in scripted.made)
+    assert one["enable_prefix_caching"] is enabled
+    assert two["enable_prefix_caching"] is (not enabled)
+    assert "enable_prefix_caching" not in three
+    assert given == {"model": "m", "enable_prefix_caching": not enabled}
+
+
+def test_verbose_lets_vllm_log(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    for verbose in (True, False):
+        AsyncVLLM.from_pretrained(model, verbose=verbose).shutdown()
+    assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
+
+
+def test_metrics_and_the_folder_for_logs_are_the_services(scripted: Any, model: Path) -> None:
+    with AsyncVLLM.from_pretrained(model, metrics=False, log_folder="/logs") as engine:
+        assert not engine.metrics.enabled
+        assert scripted.made[0].log_folder == "/logs"
+    with make_async_vllm_engine(model_name=model) as engine:
+        assert engine.metrics.enabled
+        assert scripted.made[1].log_folder is None
+
+
+def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
+    with make_async_vllm_engine(
+        model_name=model,
+        num_devices=1,
+        num_replicas=2,
+        verbose=True,
+        compile=False,
+        enable_fp32_output=True,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        enable_prefix_caching=False,
+        seed=3,
+    ) as engine:
+        assert isinstance(engine, AsyncVLLM)
+        assert engine.num_replicas == 2
+        assert scripted.made[1].arguments == {
+            "model": str(model),
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "compilation_config": {"mode": 0},
+            "enable_prefix_caching": False,
+            "hf_overrides": {"head_dtype": "float32"},
+            "seed": 4,
+        }
+
+
+def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    with AsyncVLLM.from_pretrained(model, 2, 3, True, False, True) as engine:
+        assert engine.num_replicas == 3
+        assert scripted.made[0].arguments == {
+            "model": str(model),
+            "tensor_parallel_size": 2,
+            "compilation_config": {"mode": 0},
+            "hf_overrides": {"head_dtype": "float32"},
+        }
+        assert scripted.made[0].environment["VLLM_LOGGING_LEVEL"] == "INFO"
+    with AsyncVLLM({"model": "m"}, 2, None, False) as engine:
+        assert engine.num_replicas == 2
+        assert engine.engine_args == {"model": "m", "enable_prefix_caching": False}
     with pytest.raises(ValueError, match="actor_class must be None: a replica is a process with an engine"):
-        check_backend("ray", 1, None, object)
+        AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
 
 
-def arguments(model: str = "org/model", *, devices: int | None = None, compiles: bool = True, **given: Any) -> Any:
+# -- one real replica -------------------------------------------------------------------------------------------------
+
+
+def generate(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs: Any) -> Any:
+    params = {"max_tokens": max_tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
+    params |= kwargs.pop("params", {})
+    return engine.generate(prompts, params, use_tqdm=False, **kwargs)
+
+
+# -- pure parts --------------------------------------------------------------------------------------------------------
+
+
+def arguments_for(model: str = "org/model", *, devices: int | None = None, compiles: bool = True, **given: Any) -> Any:
     return pretrained_arguments(model, devices, compiles, False, given)
 
 
 def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
-    assert arguments("Qwen/Qwen3-30B-A3B") == {"model": "Qwen/Qwen3-30B-A3B", "tensor_parallel_size": 1}
+    assert arguments_for("Qwen/Qwen3-30B-A3B") == {"model": "Qwen/Qwen3-30B-A3B", "tensor_parallel_size": 1}
     with pytest.raises(ValueError, match=r"the folder has no config\.json"):
-        arguments(str(tmp_path))
+        arguments_for(str(tmp_path))
     with pytest.raises(ValueError, match="the folder does not exist"):
-        arguments(str(tmp_path / "none"))
+        arguments_for(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text("{}")
-    assert arguments(str(tmp_path))["model"] == str(tmp_path)
+    assert arguments_for(str(tmp_path))["model"] == str(tmp_path)
 
 
 def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
     none = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
-    assert arguments(**none) == {"model": "org/model", "tensor_parallel_size": 1}
-    assert arguments(devices=4, **none)["tensor_parallel_size"] == 4
-    assert arguments(devices=4, tensor_parallel_size=4, data_parallel_size=2) == {
+    assert arguments_for(**none) == {"model": "org/model", "tensor_parallel_size": 1}
+    assert arguments_for(devices=4, **none)["tensor_parallel_size"] == 4
+    assert arguments_for(devices=4, tensor_parallel_size=4, data_parallel_size=2) == {
         "model": "org/model",
         "tensor_parallel_size": 4,
         "data_parallel_size": 2,
     }
     with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ: pass one"):
-        arguments(devices=4, tensor_parallel_size=2)
+        arguments_for(devices=4, tensor_parallel_size=2)
     for given in ({"devices": 0}, {"tensor_parallel_size": 0}):
         with pytest.raises(ValueError, match="must be an integer from 1 to 65536, or None, got 0"):
-            arguments(**given)
+            arguments_for(**given)
 
 
 def test_engine_arguments_are_read_as_torchrl_reads_them() -> None:
@@ -88,13 +324,13 @@ def test_engine_arguments_are_read_as_torchrl_reads_them() -> None:
 
 
 def test_what_is_not_compiled_has_vllms_mode_for_it_unless_another_is_named() -> None:
-    assert "compilation_config" not in arguments()
-    assert arguments(compiles=False)["compilation_config"] == {"mode": 0}
-    both = arguments(compiles=False, compilation_config={"custom_ops": ["none"]})
+    assert "compilation_config" not in arguments_for()
+    assert arguments_for(compiles=False)["compilation_config"] == {"mode": 0}
+    both = arguments_for(compiles=False, compilation_config={"custom_ops": ["none"]})
     assert both["compilation_config"] == {"mode": 0, "custom_ops": ["none"]}
     for given in ({"mode": 3}, 3):
-        assert arguments(compiles=False, compilation_config=given)["compilation_config"] == given
-    assert arguments(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
+        assert arguments_for(compiles=False, compilation_config=given)["compilation_config"] == given
+    assert arguments_for(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
 
 
 def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,33 +351,6 @@ def test_a_float32_head_is_one_more_override() -> None:
     assert overrides(hf_overrides={"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
     with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
         overrides(hf_overrides=dict)
-
-
-def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    listed = [0, 1]
-    make = local_factory(kind, ARGUMENTS, 2, False, listed=lambda: listed)
-
-    def devices(index: int) -> str:
-        return cast(LocalReplica, make(index))._environment["CUDA_VISIBLE_DEVICES"]
-
-    assert [devices(index) for index in (0, 1)] == ["0,1", "2,3"]
-    listed.append(2)
-    assert devices(2) == "4,5"
-    with pytest.raises(ValueError, match=r"4 replicas of 2 GPU\(s\) need 8, but 6 are visible"):
-        make(3)
-    listed.remove(0)
-    listed.append(4)
-    assert (devices(4), devices(2)) == ("0,1", "4,5")  # those of the one that was removed; a restart keeps its own
-
-
-def test_a_replica_has_the_devices_that_its_user_names_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2")
-    make = local_factory(kind, ARGUMENTS, 2, False, None, lambda: [0, 1], [[0, 3], ["cuda:5", "cuda:1"]])
-    environments = [cast(LocalReplica, make(index))._environment["CUDA_VISIBLE_DEVICES"] for index in (0, 1, 2)]
-    assert environments == ["7,4", "2,6", "5,3"]
 
 
 ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}
@@ -196,3 +405,188 @@ def test_a_cluster_that_ends_with_this_process_cannot_keep_a_service(started: li
     with pytest.warns(UserWarning, match="one was started that ends with this process, and the service 'policy' with"):
         service_of("policy")
     service_of()  # nothing was promised
+
+
+# -- who gets which GPUs; that there are some is pretended -------------------------------------------------------------
+
+
+class Machine:
+    """Says which devices there are, and which of them this process computes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        self(0)
+
+    def launch(self, ranks: int, here: int) -> None:
+        """As torchrun does, which this process is then rank 0 of."""
+        self._patch.setenv("WORLD_SIZE", str(ranks))
+        self._patch.setenv("LOCAL_WORLD_SIZE", str(here))
+
+    def __call__(self, count: int, named: str | None = None, current: int | None = None, filled: Any = ()) -> None:
+        self._patch.setattr(torch.cuda, "device_count", lambda: count)
+        self._patch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+        self._patch.setattr(torch.cuda, "current_device", lambda: current)
+        self._patch.setattr(torch.cuda, "memory_reserved", lambda index: 1 << 20 if index in filled else 0)
+        if named is None:
+            self._patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            self._patch.setenv("CUDA_VISIBLE_DEVICES", named)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "expected"),
+    [
+        (None, 0, []),
+        (None, 2, ["0", "1"]),
+        ("", 0, []),
+        ("-1", 0, []),
+        ("3, 5", 2, ["3", "5"]),
+        ("GPU-ab12,GPU-cd34", 2, ["GPU-ab12", "GPU-cd34"]),
+        ("1,-1,0", 1, ["1"]),  # CUDA stops reading at the first bad name
+    ],
+)
+def test_devices_have_the_names_that_the_driver_knows(
+    machine: Machine, named: str | None, count: int, expected: list[str]
+) -> None:
+    machine(count, named)
+    assert visible_devices() == expected
+
+
+@pytest.mark.gpu
+def test_a_machine_with_gpus_shows_them() -> None:
+    assert len(visible_devices()) == torch.cuda.device_count() > 0
+
+
+@pytest.mark.gpu
+def test_a_trainer_that_has_filled_a_device_computes_on_it() -> None:
+    kept = torch.zeros(8, device="cuda")
+    assert kept.device.index in devices_of_trainer()
+
+
+def of_all(sets: DeviceSets, num_replicas: int) -> list[str | None]:
+    return [sets.of(index) for index in range(num_replicas)]
+
+
+@pytest.mark.parametrize(
+    ("count", "named", "num_replicas", "per_replica", "expected"),
+    [
+        (1, None, 1, 1, ["0"]),
+        (4, None, 4, 1, ["0", "1", "2", "3"]),
+        (4, None, 2, 2, ["0,1", "2,3"]),
+        (4, None, 1, 4, ["0,1,2,3"]),
+        (4, None, 1, 3, ["0,1,2"]),
+        (3, "5,GPU-ab12,2", 2, 1, ["5", "GPU-ab12"]),
+        (0, None, 3, 1, [None, None, None]),
+        (0, None, 2, 8, [None, None]),
+    ],
+)
+def test_each_replica_gets_devices_of_its_own(
+    machine: Machine, count: int, named: str | None, num_replicas: int, per_replica: int, expected: list[str | None]
+) -> None:
+    machine(count, named)
+    assert of_all(DeviceSets(None, num_replicas, per_replica), num_replicas) == expected
+
+
+@pytest.mark.parametrize(("num_replicas", "per_replica", "needed"), [(3, 1, 3), (1, 3, 3), (2, 2, 4)])
+def test_too_few_devices_are_counted_and_named(
+    machine: Machine, num_replicas: int, per_replica: int, needed: int
+) -> None:
+    machine(2, "4,7")
+    words = rf"{num_replicas} replicas of {per_replica} GPU\(s\) need {needed}, but 2 are visible \(4, 7\)\. Use fewer"
+    with pytest.raises(ValueError, match=words):
+        DeviceSets(None, num_replicas, per_replica)
+
+
+def test_replicas_are_not_put_where_the_trainer_computes(machine: Machine) -> None:
+    machine(4, "6,5,4,3", current=0, filled=(2,))
+    assert devices_of_trainer() == [0, 2]
+    assert of_all(DeviceSets(None, 2, 1), 2) == ["5", "3"]
+    assert of_all(DeviceSets(None, 1, 2), 1) == ["5,3"]
+    with pytest.raises(
+        ValueError,
+        match=r"3 replicas .* 4 are visible \(6, 5, 4, 3\), and the trainer computes on 6, 4\. .*devices=\[\[0\]",
+    ):
+        DeviceSets(None, 3, 1)
+
+
+def test_ranks_of_this_machine_are_counted_if_there_are_several(machine: Machine) -> None:
+    assert ranks_here() == 0
+    for ranks, here, expected in ((1, 1, 0), (4, 4, 4), (16, 8, 8), (2, 1, 1)):
+        machine.launch(ranks, here)
+        assert ranks_here() == expected
+
+
+@pytest.mark.parametrize("current", [None, 0])
+def test_no_replica_ever_gets_a_ranks_device(machine: Machine, current: int | None) -> None:
+    """Not one that is added later either; the other ranks may not have begun to fill theirs."""
+    machine(8, current=current)
+    machine.launch(4, 4)
+    assert devices_of_trainer() == [0, 1, 2, 3]
+    listed = [0, 1]
+    sets = DeviceSets(None, 2, 1, lambda: listed)
+    assert of_all(sets, 2) == ["4", "5"]
+    for index, expected in [(2, "6"), (3, "7")]:
+        assert sets.of(index) == expected
+        listed.append(index)
+    with pytest.raises(ValueError, match=r"5 replicas .* the trainer computes on 0, 1, 2, 3\."):
+        sets.of(4)
+    assert of_all(DeviceSets([[6], [4]], 2, 1), 2) == ["6", "4"]
+    added = DeviceSets([[4]], 1, 1, lambda: [0])
+    assert added.of(0) == "4" and added.of(1) == "5"  # not 1, which is rank 1's
+
+
+def test_a_single_device_is_shared_on_purpose_only(machine: Machine) -> None:
+    machine(1, current=0)
+    with pytest.raises(ValueError, match="1 are visible \\(0\\), and the trainer computes on 0"):
+        DeviceSets(None, 1, 1)
+    assert DeviceSets([[0]], 1, 1).of(0) == "0"
+    machine(1)  # a trainer that computes on the CPU, or has not begun
+    assert DeviceSets(None, 1, 1).of(0) == "0"
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_replica", "expected"),
+    [
+        ([[1], [2]], 1, ["8", "7"]),
+        ([1, 2], 1, ["8", "7"]),
+        (["cuda:3", torch.device("cuda", 0)], 1, ["GPU-f", "9"]),
+        (["GPU-f", [2]], 1, ["GPU-f", "7"]),
+        ([(3, 1), (0, 2)], 2, ["GPU-f,8", "9,7"]),
+        ([1, 1], 1, ["8", "8"]),  # two engines on one: their memory is their user's business
+    ],
+)
+def test_devices_are_named_by_the_numbers_of_this_process_or_by_name(
+    machine: Machine, devices: Any, per_replica: int, expected: list[str]
+) -> None:
+    machine(4, "9,8,7,GPU-f", current=0)
+    assert of_all(DeviceSets(devices, 2, per_replica), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ([[0]], "has 1 entries, for 2 replicas"),
+        ([[0], [1, 2]], r"replica 1 needs 1 different GPU\(s\) .*, got \[1, 2\]"),
+        ([[0], []], r"replica 1 needs 1 different GPU\(s\)"),
+        ("cuda:0", "devices='cuda:0': give a list with one entry per replica"),
+        ([0, 3], "there is no 3; there are 'cuda:0' to 'cuda:2', in this process's own numbers"),
+        ([0, -1], "there is no -1"),
+        ([0, "cpu"], "there is no 'cpu'"),
+        ([0, "cuda"], "there is no 'cuda'"),
+        ([0, "8"], "there is no '8'"),  # a number as text: of whose counting?
+        ([0, 1.5], r"there is no 1\.5"),
+    ],
+)
+def test_devices_that_are_not_there_or_not_as_many_as_needed_are_refused(
+    machine: Machine, devices: Any, words: str
+) -> None:
+    machine(3, "9,8,7")
+    with pytest.raises(ValueError, match=words):
+        DeviceSets(devices, 2, 1)

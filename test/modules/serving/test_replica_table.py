@@ -1,29 +1,31 @@
-"""The replica table: states, counted load, names used once at a time, listeners that hear of changes."""
+"""The replica table: states, load that is counted, candidates by load, breakers, listeners."""
 
 from __future__ import annotations
 
 import math
-import threading
+import random
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from support.clock import Clock
 from support.services import listening
 from torchrl_moe.modules.backends.replica import ReplicaStats
-from torchrl_moe.modules.serving.candidates import CacheUsage, FaultPolicy, Recovery, ReplicaState
+from torchrl_moe.modules.serving.candidates import (
+    TRANSITIONS,
+    Breaker,
+    BreakerState,
+    CacheUsage,
+    Candidates,
+    FaultPolicy,
+    Recovery,
+    ReplicaState,
+    TableEntry,
+    check_transition,
+    load_bound,
+)
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-
-
-def test_replicas_start_out_as_told() -> None:
-    replicas = [object(), object()]
-    table = ReplicaTable(replicas)
-    assert len(table) == 2
-    assert [(e.index, e.replica, e.state, e.version, e.inflight) for e in table] == [
-        (0, replicas[0], ReplicaState.STARTING, 0, 0),
-        (1, replicas[1], ReplicaState.STARTING, 0, 0),
-    ]
-    assert [e.state for e in ReplicaTable("ab", ReplicaState.SERVING)] == [ReplicaState.SERVING] * 2
 
 
 @pytest.mark.parametrize("index", [-1, 2, 99])
@@ -33,31 +35,6 @@ def test_an_index_out_of_range_is_named_with_the_range(index: int) -> None:
         table[index]
     with pytest.raises(IndexError, match="out of range"):
         table.set_state(index, ReplicaState.SERVING)
-
-
-def test_a_state_follows_the_table_and_a_refusal_changes_nothing() -> None:
-    table = ReplicaTable("ab")
-    table.set_state(1, ReplicaState.SERVING)
-    with pytest.raises(ValueError, match="SERVING cannot become STARTING"):
-        table.set_state(1, ReplicaState.STARTING)
-    assert [e.state for e in table] == [ReplicaState.STARTING, ReplicaState.SERVING]
-
-
-def test_a_death_may_be_found_twice() -> None:
-    table = ReplicaTable("a")
-    table.mark_dead(0)
-    table.mark_dead(0)
-    assert table[0].state is ReplicaState.DEAD
-
-
-def test_requests_are_counted_and_the_last_choice_is_remembered() -> None:
-    table = ReplicaTable("abc", ReplicaState.SERVING)
-    for index in (2, 0, 2):
-        table.reserve(index)
-    assert [e.inflight for e in table] == [1, 0, 2]
-    assert [e.chosen for e in table] == [1, -1, 2]
-    table.give_back(2)
-    assert [e.inflight for e in table] == [1, 0, 1]
 
 
 def test_only_those_that_serve_a_version_in_range_are_candidates() -> None:
@@ -109,23 +86,6 @@ def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_reques
         assert table[0].usage is None
 
 
-def test_candidates_are_notified_of_every_change_of_load() -> None:
-    table = ReplicaTable("abc", ReplicaState.SERVING)
-    table.set_version(2, 1)
-    with table.changed:
-        every, newer = table.serving(), table.serving(1)
-        table.reserve(2)
-        table.reserve(0)
-        table.observe(1, at=0.0, pending=7)
-        assert (every.total, newer.total) == (9, 1)
-        assert (every.least_loaded().index, newer.least_loaded().index) == (2, 2)
-        table.expire(before=1.0)
-        table.give_back(2)
-        assert (every.total, newer.total) == (1, 0)
-        table.touch(1)
-        assert every.least_loaded().index == 2
-
-
 def test_a_lost_cache_has_another_number() -> None:
     table = ReplicaTable("ab", ReplicaState.SERVING)
     seen = {entry.cache for entry in table}
@@ -147,39 +107,6 @@ def test_a_lost_cache_has_another_number() -> None:
     table.set_state(1, ReplicaState.STARTING)
     assert lost()
     assert table[0].cache == 0
-
-
-def test_counting_from_many_threads_loses_nothing() -> None:
-    table = ReplicaTable("ab", ReplicaState.SERVING)
-
-    def work() -> None:
-        for i in range(500):
-            with table.changed:
-                table.reserve(i % 2)
-            table.give_back(i % 2)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [e.inflight for e in table] == [0, 0]
-
-
-def test_every_waiting_thread_wakes_up_when_a_state_changes() -> None:
-    table = ReplicaTable("a")
-    waiting = threading.Event()
-
-    def serve() -> None:
-        waiting.wait(60.0)
-        table.set_state(0, ReplicaState.SERVING)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with table.changed:
-        waiting.set()
-        assert table.changed.wait_for(lambda: table[0].state is ReplicaState.SERVING, 60.0)
-    thread.join()
 
 
 def test_a_listener_hears_changes_while_it_listens_and_no_longer() -> None:
@@ -250,34 +177,12 @@ def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None
     assert table[0].last_error == "bad"
 
 
-def test_trials_are_few_and_a_good_one_closes_the_breaker() -> None:
-    faults = FaultPolicy(breaker_failures=1, breaker_cooldown=0.0, breaker_trials=2)
-    table = ReplicaTable("ab", ReplicaState.SERVING, faults)
-    failing(table, 0, 1)
-    table.cool()
-    with table.lock:
-        assert [table.reserve(0), table.reserve(0), table.reserve(1)] == [True, True, False]
-        assert [entry.index for entry in table.serving()] == [1]
-    table.give_back(0, True, None)  # says nothing, and makes room
-    assert (len(table.serving()), table[0].breaker.state.name) == (2, "HALF_OPEN")
-    table.give_back(0, True, True)
-    assert table[0].breaker.state.name == "CLOSED"
-    assert table[0].inflight == 0
-
-
 def test_of_bad_replicas_only_the_first_that_would_leave_nobody_is_tried_at_once() -> None:
     table = ReplicaTable("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=1, breaker_cooldown=3600.0))
     failing(table, 0, 1)
     assert [entry.breaker.state.name for entry in table] == ["OPEN", "CLOSED"]
     failing(table, 1, 1)
     assert [entry.breaker.state.name for entry in table] == ["HALF_OPEN", "HALF_OPEN"]
-
-
-def test_a_bad_replica_is_tried_at_once_when_the_last_good_one_stops_serving() -> None:
-    table = ReplicaTable("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=1, breaker_cooldown=3600.0))
-    failing(table, 0, 1)
-    table.set_state(1, ReplicaState.SYNCING)
-    assert [entry.index for entry in table.serving()] == [0]
 
 
 def test_doubts_are_told_to_listeners_that_they_concern() -> None:
@@ -292,16 +197,183 @@ def test_doubts_are_told_to_listeners_that_they_concern() -> None:
     assert (len(heard), changes) == (2, [1])
 
 
-def test_a_table_prints_a_line_for_each_replica() -> None:
-    table = ReplicaTable("ab", ReplicaState.SERVING)
-    table.reserve(1)
-    table.set_version(1, 3)
-    assert repr(table) == "ReplicaTable(#0 SERVING v0 inflight=0, #1 SERVING v3 inflight=1)"
-
-
 def test_of_many_replicas_a_table_prints_the_counts_and_the_first_few() -> None:
     table = ReplicaTable(range(1024), ReplicaState.SERVING)
     for index in (1, 2, 1000):
         table.mark_dead(index)
     lines = ", ".join(f"#{index} {'DEAD' if index in (1, 2) else 'SERVING'} v0 inflight=0" for index in range(8))
     assert repr(table) == f"ReplicaTable(1021 SERVING, 3 DEAD: {lines} and 1016 more)"
+
+
+# -- which state may follow which: all 36 pairs, written out again by hand ---------------------------------------------
+
+
+# from (row) to (column): x may, . may not
+TABLE = """
+             STARTING  SERVING  DRAINING  SYNCING  QUARANTINED  DEAD
+STARTING     .         x        .         .        x            x
+SERVING      .         .        x         x        x            x
+DRAINING     .         x        .         x        x            x
+SYNCING      .         x        .         .        x            x
+QUARANTINED  x         .        .         .        .            x
+DEAD         x         .        .         .        .            .
+"""
+
+
+def pairs() -> list[tuple[str, str, bool]]:
+    header, *rows = (line.split() for line in TABLE.strip().splitlines())
+    return [(row[0], new, cell == "x") for row in rows for new, cell in zip(header, row[1:], strict=True)]
+
+
+def test_the_table_has_every_pair_of_states() -> None:
+    names = {state.name for state in ReplicaState}
+    assert {(old, new) for old, new, _ in pairs()} == {(old, new) for old in names for new in names}
+    assert len(pairs()) == 36
+    assert set(TRANSITIONS) == set(ReplicaState)
+
+
+@pytest.mark.parametrize(("old", "new", "allowed"), pairs())
+def test_only_the_drawn_transitions_are_allowed(old: str, new: str, allowed: bool) -> None:
+    if allowed:
+        check_transition(ReplicaState[old], ReplicaState[new])
+        return
+    with pytest.raises(ValueError, match=f"^a replica that is {old} cannot become {new}; allowed: "):
+        check_transition(ReplicaState[old], ReplicaState[new])
+
+
+# -- the breaker of one replica, with a clock set by hand --------------------------------------------------------------
+
+
+POLICY = FaultPolicy(breaker_failures=3, breaker_window=10.0, breaker_cooldown=5.0, breaker_trials=2)
+
+
+def breaker(*failures: float) -> tuple[Breaker, Clock]:
+    """A breaker that failed at these times."""
+    clock = Clock()
+    made = Breaker(POLICY, clock)
+    for clock.now in failures:
+        made.failed()
+    return made, clock
+
+
+def half_open() -> tuple[Breaker, Clock]:
+    made, clock = breaker(0.0, 0.0, 0.0)
+    clock.now = 5.0
+    made.cool()
+    return made, clock
+
+
+def test_failures_within_the_window_open_it() -> None:
+    assert breaker()[0].state is BreakerState.CLOSED
+    assert breaker(0.0, 1.0)[0].state is BreakerState.CLOSED
+    assert breaker(0.0, 5.0, 10.0)[0].state is BreakerState.OPEN
+    assert breaker(0.0, 5.0, 10.1)[0].state is BreakerState.CLOSED
+    assert breaker(0.0, 5.0, 10.1, 14.9)[0].state is BreakerState.OPEN
+
+
+def test_an_open_one_takes_nothing_until_it_has_cooled_down() -> None:
+    made, clock = breaker(0.0, 0.0, 0.0)
+    assert made.blocks
+    clock.now = 4.9
+    made.cool()
+    assert made.blocks
+    clock.now = 5.0
+    made.cool()
+    assert made.state is BreakerState.HALF_OPEN
+    assert not made.blocks
+
+
+def test_a_half_open_one_takes_a_few_at_a_time() -> None:
+    made, _ = half_open()
+    assert (made.take(), made.blocks) == (True, False)
+    assert (made.take(), made.blocks) == (True, True)
+    made.tried(None)
+    assert not made.blocks
+
+
+def test_a_good_trial_closes_it_and_forgets_the_failures() -> None:
+    made, _ = half_open()
+    made.take()
+    made.tried(True)
+    assert made.state is BreakerState.CLOSED
+    assert made.take() is False
+    made.failed()
+    made.failed()
+    assert made.state is BreakerState.CLOSED
+
+
+def test_a_failure_opens_a_half_open_one_again_for_as_long() -> None:
+    made, clock = half_open()
+    made.take()
+    made.failed()
+    made.tried(False)
+    assert made.state is BreakerState.OPEN
+    clock.now = 9.9
+    made.cool()
+    assert made.state is BreakerState.OPEN
+    clock.now = 10.0
+    made.cool()
+    assert made.state is BreakerState.HALF_OPEN
+    assert (made.take(), made.take(), made.blocks) == (True, True, True)  # the earlier trial is over
+
+
+def test_a_good_end_of_a_trial_of_before_does_not_close_an_open_one() -> None:
+    made, _ = half_open()
+    made.take()
+    made.failed()
+    made.tried(True)
+    assert made.state is BreakerState.OPEN
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def entries(*inflight: int) -> list[TableEntry]:
+    return [TableEntry(i, None, inflight=count, cache=100 + i) for i, count in enumerate(inflight)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_order_is_kept_through_any_changes(seed: int) -> None:
+    rng = random.Random(seed)
+    table = ReplicaTable(range(7), ReplicaState.SERVING)
+    held: list[int] = []
+    for step in range(2000):
+        with table.changed:
+            candidates = table.serving()
+            serving = [entry for entry in table if entry.state is ReplicaState.SERVING]
+            assert candidates.total == sum(entry.load for entry in serving)
+            best = min(serving, key=lambda entry: (entry.load, entry.chosen, entry.index))
+            if step % 3:  # not at every step: changes add up between two questions
+                assert candidates.least_loaded() is best
+            what = rng.random()
+            if what < 0.5:
+                index = rng.choice(serving).index
+                table.reserve(index)
+                held.append(index)
+            elif what < 0.9 and held:
+                table.give_back(held.pop(rng.randrange(len(held))))
+            elif what < 0.93:
+                table.observe(rng.randrange(7), at=float(step), pending=rng.randrange(20))
+            elif what < 0.96:
+                table.expire(before=float(step - 50))
+            elif best.index != 0:
+                table.set_state(best.index, ReplicaState.DRAINING)
+                table.set_state(best.index, ReplicaState.SERVING)
+
+
+def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> None:
+    busy = Candidates(entries(39, 40, 40))  # mean 40 with the new one
+    assert load_bound(busy, 1.15, 1.0) == pytest.approx(46.0)
+    assert load_bound(busy, 1.0, 2.0) == pytest.approx(42.0)
+    idle = Candidates(entries(0, 0, 0, 0))
+    assert load_bound(idle, 1.15, 1.0) == pytest.approx(1.25)
+
+
+def test_delays_double_up_to_the_longest_however_many_there_were() -> None:
+    policy = FaultPolicy(first_delay=0.25, longest_delay=1.5)
+    assert [policy.delay(recent) for recent in (0, 1, 2, 3, 10**6)] == [0.25, 0.5, 1.0, 1.5, 1.5]
+    assert FaultPolicy(first_delay=0.0).delay(5) == 0.0
+
+
+def test_a_state_prints_as_its_name() -> None:
+    assert repr(ReplicaState.SYNCING) == "SYNCING"

@@ -1,9 +1,15 @@
-"""From arguments to requests: one name per prompt, deadlines, what vLLM has dropped; and where each may go."""
+"""What users may pass, argument by argument: prompts, requests, routes, scores, completions to resume."""
 
 from __future__ import annotations
 
-import math
-import re
+import asyncio
+import copy
+import inspect
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,44 +17,525 @@ import pytest
 import torch
 from tensordict import lazy_stack
 
-from torchrl_moe.data import RoutedExperts
-from torchrl_moe.errors import RouteValueError
-from torchrl_moe.modules.backends.replica import Completion
+from support.completions import cut
+from support.values import VALUES
+from torchrl_moe.data import KeptTokens, RoutedExperts
+from torchrl_moe.errors import EngineError, RouteValueError
+from torchrl_moe.modules import AsyncVLLM, LoadBalancer
+from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request, Scoring
+from torchrl_moe.modules.backends.sampling_fields import FIELDS
+from torchrl_moe.modules.serving import launch
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.requests import (
     Placement,
     PromptBatch,
-    check_timeout,
-    common_fields,
+    SamplingParameters,
+    check_resume,
     integers,
-    make_request,
+    normalise_prompts,
     placements,
     request_ids_each,
+    request_to_resume,
     rows_each,
+    scores_of,
+    scorings,
+    whole,
 )
+from torchrl_moe.modules.serving.strategies import KVCache, PowerOfTwo, PrefixAware, SessionAffinity, Settings
+from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+
+THROWN: list[Any] = [*VALUES, 2**70]
+REFUSED = (ValueError, TypeError, IndexError)
+CALL = ["prompt_token_ids", "resume", "use_tqdm", "lora_request", "prompt_adapter_request", "guided_options_request"]
+CALL += ["timeout_seconds", "actor_index", "session_ids", "request_ids", "priority", "group_ids", "request_context"]
+CALL += ["return_routed_experts", "routed_experts", "on_resume"]
+SCORE = ["routed_experts", "temperature", "kept", "lora_request", "actor_index", "timeout_seconds", "use_tqdm"]
 
 
-def test_a_request_holds_text_or_ids() -> None:
-    lora = {"lora_path": "folder"}
-    fields = common_fields(1, None, {"n": 2}, lora, None, {"regex": "a"}, False, "live")
-    text = make_request("hi", request_id="x", priority=3, **fields)
-    assert (text.prompt, text.prompt_token_ids, text.request_id, text.priority) == ("hi", None, "x", 3)
-    assert (text.sampling_params, text.lora_request, text.guided_options) == ({"n": 2}, lora, {"regex": "a"})
-    assert (text.return_routed_experts, text.routed_experts, text.on_resume) == (False, None, "live")
-    ids = make_request(np.array([1, 2], np.int32), request_id="x", **fields)
-    assert ids.prompt is None
-    assert ids.prompt_token_ids is not None
-    assert ids.prompt_token_ids.tolist() == [1, 2]
+def shown(value: Any) -> str:
+    return repr(value)[:12]
 
 
-def test_a_prompt_adapter_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt_adapter_request must be None: vLLM has dropped prompt adapters"):
-        common_fields(1, None, None, None, object(), None, True, None)
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(2, forced_routing_unavailable_reason="fake") as made:
+        yield made
 
 
-@pytest.mark.parametrize("word", ["none", "Live", True, ""])
-def test_an_answer_continues_in_one_of_two_ways(word: Any) -> None:
-    with pytest.raises(ValueError, match=rf"on_resume must be None or one of \('forced', 'live'\), got {word!r}"):
-        common_fields(1, None, None, None, None, None, True, word)
+def outcome(name: str, call: Callable[[], Any]) -> bool:
+    """Whether a value was taken; what was refused was refused by its name."""
+    try:
+        call()
+    except REFUSED as error:
+        said = str(error).replace("actor index", "actor_index")
+        assert name in said, f"{type(error).__name__}: {said}"
+        return False
+    return True
+
+
+def taken(name: str, call: Callable[[Any], Any]) -> list[str]:
+    return [shown(value) for value in THROWN if outcome(name, lambda value=value: call(value))]  # type: ignore[misc]
+
+
+# Of those thrown, what has a meaning; nothing else has.
+FLOATS, NONE, BOOL = ["1.5"], ["None"], ["True"]
+LARGE = ["109951162777", "118059162071"]
+SAMPLED = {
+    **dict.fromkeys(FIELDS, NONE),
+    **{key: [*FLOATS, "-1"] for key in ("presence_penalty", "frequency_penalty")},
+    "repetition_penalty": FLOATS,
+    "temperature": [*FLOATS, *LARGE],
+    **{
+        key: []
+        for key in ("top_p", "min_p", "n", "min_tokens", "routed_experts_prompt_start", "output_text_buffer_length")
+    },
+    **{key: [*NONE, "-1"] for key in ("logprobs", "prompt_logprobs", "thinking_token_budget")},
+    "top_k": ["-1"],
+    "seed": [*NONE, "109951162777", "-1"],
+    **dict.fromkeys(("ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "skip_clone"), BOOL),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), BOOL),
+    **{key: [*NONE, *BOOL] for key in ("watermarking", "skip_reading_prefix_cache")},
+    "stop": [*NONE, "'3'", "[]"],
+    **{key: [*NONE, "[]"] for key in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words")},
+    "trace_decode_token_ids": [*NONE, "[]"],
+    **{key: [*NONE, "{}"] for key in ("logit_bias", "extra_args", "structured_outputs", "repetition_detection")},
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_sampling_parameter(engine: FakeAsyncVLLM, field: str) -> None:
+    sent = sum(len(replica.submitted) for replica in engine.replicas)
+    found = taken(field, lambda value: engine.generate([1, 2], {field: value}, use_tqdm=False))
+    assert found == SAMPLED[field]
+    assert sum(len(replica.submitted) for replica in engine.replicas) == sent + len(found)
+
+
+@pytest.mark.parametrize("value", [*THROWN, object()], ids=shown)
+def test_sampling_parameters_as_a_whole(engine: FakeAsyncVLLM, value: Any) -> None:
+    is_taken = outcome("sampling_params", lambda: engine.generate([1, 2], value, use_tqdm=False))
+    assert is_taken == (value in (None, {}))
+    assert is_taken == outcome("sampling_params", lambda: FakeAsyncVLLM(sampling_params=value).shutdown())
+
+
+@pytest.mark.parametrize("name", CALL)
+def test_an_argument_of_generate(engine: FakeAsyncVLLM, name: str) -> None:
+    def call(value: Any) -> None:
+        prompts = None if name in ("prompt_token_ids", "resume") and value is not None else [1, 2]
+        given = {"use_tqdm": False, name: value}
+        engine.generate(prompts, {"max_tokens": 2}, **given)
+        one = {"session_ids": "session_id", "request_ids": "request_id", "group_ids": "group_id"}.get(name, name)
+        if name not in ("use_tqdm", "prompt_adapter_request"):
+            asyncio.run(engine.agenerate(prompts, {"max_tokens": 2}, **{one: value}))
+
+    expected = {
+        **{key: [*NONE, "'3'", LARGE[0], "-1", LARGE[1]] for key in ("session_ids", "group_ids")},
+        "use_tqdm": BOOL,
+        "return_routed_experts": BOOL,
+        "request_ids": [*NONE, "'3'"],
+        "priority": ["-1"],
+        "timeout_seconds": [*NONE, "inf", *FLOATS, *LARGE],
+        **{key: [*NONE, "{}"] for key in ("lora_request", "guided_options_request", "request_context")},
+    }
+    assert taken(name, call) == expected.get(name, NONE)
+
+
+@pytest.mark.parametrize("name", SCORE)
+def test_an_argument_of_score(engine: FakeAsyncVLLM, name: str) -> None:
+    expected = {
+        "temperature": [*FLOATS, *LARGE],
+        "use_tqdm": BOOL,
+        "timeout_seconds": [*NONE, "inf", *FLOATS, *LARGE],
+        "lora_request": [*NONE, "{}"],
+    }
+    found = taken(name, lambda value: engine.score([1, 2], **{name: value}))
+    assert found == expected.get(name, NONE)
+
+
+@pytest.mark.parametrize("value", THROWN, ids=shown)
+def test_prompts(engine: FakeAsyncVLLM, value: Any) -> None:
+    asked = {"prompts": value} if value is not None else {}
+    is_taken = outcome("prompt", lambda: engine.generate(**asked, use_tqdm=False))
+    assert is_taken == (value == "3")
+
+
+@pytest.mark.parametrize("ids", [[1, True], [True, 1], [[1, 2], [3, False]]], ids=str)
+def test_a_bool_is_no_token(engine: FakeAsyncVLLM, ids: Any) -> None:
+    with pytest.raises(TypeError, match=r"integer token ids, got (True|False) at [01]"):
+        engine.generate(ids, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda output: {"token_ids": output.token_ids * 0 + 2**40}, "answer 0 holds the token id 1099511627776"),
+        (lambda output: {"token_ids": output.token_ids * 0 - 1}, "answer 0 holds the negative token id -1"),
+        (lambda output: {"finish_reason": None}, "answer 0: finish_reason must be one of abort, length, .*got None"),
+        (lambda output: {"routed_experts": output.routed_experts * 0}, "layer . holds .* all zeros"),
+        (lambda output: {"routed_experts": output.routed_experts * 0 + 3}, "layer . holds expert 3 twice"),
+    ],
+)
+def test_what_is_resumed_is_checked_like_a_prompt(engine: FakeAsyncVLLM, edit: Any, words: str) -> None:
+    params = {"max_tokens": 8, "logprobs": 0}
+    whole = engine.generate([1, 2], params, use_tqdm=False)
+    assert isinstance(whole, Completion)
+    (output,) = whole.outputs
+    cut = replace(
+        output,
+        finish_reason="abort",
+        token_ids=output.token_ids[:3],
+        logprobs=output.logprobs[:3],
+        policy_versions=output.policy_versions[:3],
+        routed_experts=output.routed_experts[:4],
+    )
+    engine.generate(resume=replace(whole, outputs=[cut]), sampling_params=params, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"resume\[0\], {'.*' if 'layer' in words else ''}{words}"):
+        engine.generate(
+            resume=replace(whole, outputs=[replace(cut, **edit(cut))]), sampling_params=params, use_tqdm=False
+        )
+
+
+def test_more_answers_than_a_call_may_ask_for_are_refused_before_any_is_made(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="n must be an integer from 1 to 16384, got 1099511627776"):
+        engine.generate([1], {"n": 2**40}, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"n=16384 for 65 prompts makes 1064960 answers, .* at most 1048576"):
+        engine.generate([[1]] * 65, {"n": 16384}, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"max_tokens=2097152 is more than the engine's max_model_len=1048576"):
+        engine.generate([1], {"max_tokens": 1 << 21}, use_tqdm=False)
+
+
+def test_a_fault_policy() -> None:
+    for field in fields(FaultPolicy):
+        whole = field.name in ("attempts", "max_restarts", "breaker_failures", "breaker_trials")
+        seconds = ["inf", *FLOATS, *LARGE]
+        expected = BOOL if field.name == "restart" else seconds[2:] if whole else seconds
+        assert taken(field.name, lambda value, name=field.name: FaultPolicy(**{name: value})) == expected
+
+
+OF_STRATEGIES: list[tuple[Callable[..., Any], str, list[str]]] = [
+    *((make, "prefix_length", [*NONE, *LARGE]) for make in (Settings, PrefixAware)),
+    *((make, "overload_threshold", ["inf", *FLOATS, *LARGE]) for make in (Settings, PrefixAware, SessionAffinity)),
+    *((SessionAffinity, name, ["inf", *FLOATS, *LARGE]) for name in ("margin", "idle_seconds")),
+    (KVCache, "max_age", ["inf", *FLOATS, *LARGE]),
+    *((make, "clock", []) for make in (Settings, KVCache, SessionAffinity)),
+    *((make, "rng", NONE) for make in (Settings, PowerOfTwo)),
+    (PrefixAware, "index", NONE),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "expected"), OF_STRATEGIES)
+def test_an_argument_of_a_strategy(make: Callable[..., Any], name: str, expected: list[str]) -> None:
+    assert taken(name, lambda value: make(**{name: value})) == expected
+
+
+@pytest.mark.parametrize("name", ["strategy", "prefix_length", "overload_threshold", "clock", "rng"])
+def test_an_argument_of_the_balancer(name: str) -> None:
+    expected = {
+        "strategy": NONE,
+        "prefix_length": [*NONE, *LARGE],
+        "overload_threshold": ["inf", *FLOATS, *LARGE],
+        "rng": NONE,
+    }
+    found = taken(name, lambda value: LoadBalancer(["a"], **{name: value}).acquire([1, 2]))
+    assert found == expected.get(name, [])
+    assert LoadBalancer(["a"], rng=random.Random(0)).acquire().index == 0
+
+
+SERVICE = {
+    "num_replicas": [],
+    "enable_prefix_caching": [*NONE, *BOOL],
+    "engine": [],
+    "backend": [],
+    "sampling_params": [*NONE, "{}"],
+    "verbose": BOOL,
+    "max_concurrent_requests": [*NONE, *LARGE],
+    "faults": NONE,
+    "metrics": BOOL,
+    "log_folder": [*NONE, "'3'"],
+    "name": NONE,
+    "namespace": NONE,
+    "resources": NONE,
+    "devices": NONE,
+    "actor_class": NONE,
+}
+"""By default; what else ``backend="ray"`` takes is refused here by name."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Services that would have been started."""
+    made: list[Any] = []
+    monkeypatch.setattr(AsyncVLLM, "start", lambda self, *_: made.append(self) or self)
+    monkeypatch.setattr(launch, "_checked", lambda path: path)
+    return made
+
+
+@pytest.mark.parametrize("name", SERVICE)
+def test_an_argument_of_a_service(started: list[Any], name: str) -> None:
+    assert SERVICE.keys() <= inspect.signature(AsyncVLLM).parameters.keys()
+    assert taken(name, lambda value: AsyncVLLM({"model": "m"}, **{name: value})) == SERVICE[name]
+    if name not in ("enable_prefix_caching", "actor_class"):
+        assert taken(name, lambda value: AsyncVLLM.from_pretrained("m", **{name: value})) == SERVICE[name]
+        assert len(started) == len(SERVICE[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("num_devices", NONE),
+        ("tensor_parallel_size", NONE),
+        ("pipeline_parallel_size", NONE),
+        ("data_parallel_size", NONE),
+        ("compile", BOOL),
+        ("enable_fp32_output", BOOL),
+        ("verbose", BOOL),
+    ],
+)
+def test_an_argument_of_from_pretrained(started: list[Any], name: str, expected: list[str]) -> None:
+    assert taken(name, lambda value: AsyncVLLM.from_pretrained("m", **{name: value})) == expected
+    assert len(started) == len(expected)
+
+
+COMMANDS: list[tuple[str, str, list[str]]] = [
+    ("add_replicas", "count", []),
+    ("add_replicas", "timeout_seconds", [*NONE, "1.5"]),
+    ("remove_replica", "index", []),
+    ("pause", "mode", []),
+    ("pause", "clear_cache", BOOL),
+    ("pause", "timeout_seconds", FLOATS),
+    ("sleep", "level", []),
+    ("sleep", "mode", []),
+    ("wake_up", "tags", NONE),
+    ("set_seed", "seed", []),
+    ("stats", "timeout_seconds", FLOATS),
+    ("get_num_unfinished_requests", "actor_index", NONE),
+    ("get_cache_usage", "actor_index", NONE),
+    ("update_weights", "weights", ["[]", "{}"]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:update_weights. no weights were given")
+@pytest.mark.parametrize(("command", "name", "expected"), COMMANDS)
+def test_an_argument_of_a_command(command: str, name: str, expected: list[str]) -> None:
+    with FakeAsyncVLLM(2) as engine:
+        assert taken(name, lambda value: getattr(engine, command)(**{name: value})) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("min_version", ["-1"]), ("session_id", ["'3'"]), ("group_id", ["'3'"])]
+)
+def test_what_is_asked_of_the_balancer(name: str, expected: list[str]) -> None:
+    balancer = LoadBalancer(["a"])
+    found = [one for one in THROWN if name != "min_version" or type(one) is not int or one < 0]
+    assert [shown(v) for v in found if outcome(name, lambda v=v: balancer.acquire(**{name: v}))] == [*NONE, *expected]
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def plain(prompts: Any = None, prompt_token_ids: Any = None) -> Any:
+    """One prompt as it is, many as a list; token ids as lists."""
+    batch = normalise_prompts(prompts, prompt_token_ids)
+    for prompt in batch.prompts:
+        assert isinstance(prompt, str) or (isinstance(prompt, np.ndarray) and prompt.dtype == np.int32)
+    listed = [prompt if isinstance(prompt, str) else prompt.tolist() for prompt in batch.prompts]
+    return listed[0] if batch.single else listed
+
+
+ONE = [
+    pytest.param("hi", "hi", id="text"),
+    pytest.param([1, 2], [1, 2], id="list"),
+    pytest.param([7], [7], id="list of one id"),
+    pytest.param((1, 2), [1, 2], id="tuple"),
+    pytest.param(range(3), [0, 1, 2], id="range"),
+    pytest.param([np.int64(1), np.int64(2)], [1, 2], id="list of numpy ids"),
+    pytest.param(np.array([1, 2]), [1, 2], id="numpy int64"),
+    pytest.param(np.array([1, 2], np.uint8), [1, 2], id="numpy uint8"),
+    pytest.param(torch.tensor([1, 2]), [1, 2], id="tensor int64"),
+    pytest.param(torch.tensor([1, 2], dtype=torch.int32), [1, 2], id="tensor int32"),
+    pytest.param({"prompt": "hi"}, "hi", id="TextPrompt"),
+    pytest.param({"prompt_token_ids": [1, 2]}, [1, 2], id="TokensPrompt"),
+    pytest.param({"prompt_token_ids": torch.tensor([1, 2])}, [1, 2], id="TokensPrompt of a tensor"),
+    pytest.param({"prompt_token_ids": [1, 2], "prompt": "hi"}, [1, 2], id="TokensPrompt with its text"),
+    pytest.param({"prompt_token_ids": None, "prompt": "hi"}, "hi", id="TextPrompt with an unset field"),
+]
+
+MANY = [
+    pytest.param(["hi"], ["hi"], id="one-item list of text"),
+    pytest.param(["a", "b"], ["a", "b"], id="texts"),
+    pytest.param([[1, 2]], [[1, 2]], id="one-item list of ids"),
+    pytest.param([[1, 2], [3]], [[1, 2], [3]], id="lists"),
+    pytest.param(((1, 2), (3,)), [[1, 2], [3]], id="tuples"),
+    pytest.param([np.array([1, 2]), np.array([3])], [[1, 2], [3]], id="list of arrays"),
+    pytest.param(np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]], id="numpy 2-D"),
+    pytest.param(torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]], id="tensor 2-D"),
+    pytest.param(torch.tensor([[1, 2]]), [[1, 2]], id="tensor of one row"),
+    pytest.param([torch.tensor([1, 2]), torch.tensor([3])], [[1, 2], [3]], id="list of tensors"),
+    pytest.param([{"prompt": "a"}], ["a"], id="one-item list of TextPrompts"),
+    pytest.param([{"prompt": "a"}, {"prompt_token_ids": [1]}], ["a", [1]], id="dictionaries"),
+    pytest.param(["a", [1, 2], {"prompt": "b"}], ["a", [1, 2], "b"], id="mixed"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), ONE)
+def test_one_prompt(given: Any, expected: Any) -> None:
+    assert normalise_prompts(given).single
+    assert plain(given) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), MANY)
+def test_many_prompts_keep_their_order(given: Any, expected: Any) -> None:
+    assert not normalise_prompts(given).single
+    assert plain(given) == expected
+
+
+@pytest.mark.parametrize("given", [[1, 2], [[1, 2], [3]], torch.tensor([[1, 2], [3, 4]]), np.array([5])], ids=str)
+def test_token_ids_may_come_under_their_own_name(given: Any) -> None:
+    assert plain(prompt_token_ids=given) == plain(given)
+
+
+def test_neither_is_refused() -> None:
+    with pytest.raises(ValueError, match="must specify either prompts or prompt_token_ids"):
+        normalise_prompts()
+
+
+@pytest.mark.parametrize("empty", ["", []])
+def test_both_are_refused_even_if_one_is_empty(empty: Any) -> None:
+    with pytest.raises(ValueError, match="cannot specify both prompts and prompt_token_ids"):
+        normalise_prompts("hi", [1])
+    with pytest.raises(ValueError, match="cannot specify both"):
+        normalise_prompts(empty, [1])
+
+
+@pytest.mark.parametrize("name", ["prompts", "prompt_token_ids"])
+@pytest.mark.parametrize("empty", [[], (), np.zeros((0, 3), int), torch.zeros((0, 3), dtype=torch.long)], ids=repr)
+def test_an_empty_list_is_refused_by_the_name_it_came_under(name: str, empty: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} cannot be empty"):
+        normalise_prompts(**{name: empty})
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ("", "prompts"),
+        (["a", ""], r"prompts\[1\]"),
+        ([[1], []], r"prompts\[1\]"),
+        (np.array([], int), "prompts"),
+        (torch.tensor([], dtype=torch.long), "prompts"),
+        (torch.zeros((2, 0), dtype=torch.long), r"prompts\[0\]"),
+        ({"prompt": ""}, r"prompts\['prompt'\]"),
+        ([{"prompt_token_ids": []}], r"prompts\[0\]\['prompt_token_ids'\]"),
+    ],
+)
+def test_an_empty_prompt_is_refused_by_its_place(given: Any, where: str) -> None:
+    with pytest.raises(ValueError, match=f"^{where} is an empty prompt"):
+        normalise_prompts(given)
+
+
+@pytest.mark.parametrize(
+    "given", [[[1], [4, -1]], torch.tensor([[1, 2], [-1, 0]]), np.array([[1, 2], [3, -1]])], ids=str
+)
+def test_a_negative_id_is_refused_by_its_place(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prompts\[1\] holds the negative token id -1; take padding out first"):
+        normalise_prompts(given)
+
+
+@pytest.mark.parametrize("given", [[1, 2**31], np.array([2**40, 2**31]), np.array([2**31], np.uint32)], ids=str)
+def test_an_id_that_does_not_fit_is_refused_and_not_wrapped_around(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prompts holds the token id \d+; the largest possible one is 2147483647"):
+        normalise_prompts(given)
+    assert plain([2**31 - 1]) == [2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param([1, 2.5], id="a float among ids"),
+        pytest.param(np.array([1.0, 2.0]), id="float array"),
+        pytest.param(torch.tensor([1.0]), id="float tensor"),
+        pytest.param(torch.tensor([1.0], dtype=torch.bfloat16), id="bfloat16 tensor"),
+        pytest.param([True, False], id="bools"),
+        pytest.param(torch.tensor([True]), id="bool tensor"),
+        pytest.param([1, "a"], id="ids and text"),
+        pytest.param([1, [2]], id="an id and a list"),
+        pytest.param([[1, [2]]], id="a nested list"),
+        pytest.param([[[1]]], id="too deep"),
+        pytest.param(np.zeros((2, 2, 2), int), id="3-D"),
+        pytest.param(b"hi", id="bytes"),
+        pytest.param([1, 2**70], id="beyond 64 bits"),
+        pytest.param([torch.tensor(1), torch.tensor(2)], id="list of scalars"),
+    ],
+)
+def test_something_else_than_a_flat_list_of_integers_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^prompts(\[0\])? must be a flat list of integer token ids"):
+        normalise_prompts(given)
+
+
+@pytest.mark.parametrize(
+    "given", [3, 2.5, object(), {1, 2}, iter([1]), np.array(3), torch.tensor(3)], ids=lambda value: type(value).__name__
+)
+def test_something_that_is_no_prompt_is_refused_by_its_type(given: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"prompts must be text, token ids or a list of them, got {type(given).__name__}"
+    ):
+        normalise_prompts(given)
+
+
+@pytest.mark.parametrize("given", [[1.0, 2.0], ["a", 1], [None]], ids=repr)
+def test_an_item_that_is_no_prompt_is_refused_by_its_place(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"prompts\[[01]\] must be text or token ids, got (float|int|NoneType)"):
+        normalise_prompts(given)
+
+
+# -- completions to resume --------------------------------------------------------------------------------------------
+
+
+def an_answer() -> Completion:
+    return FakeReplica().submit([Request(request_id="a", sampling_params=None, prompt="hi")])[0].result()
+
+
+def test_completions_to_resume_are_prompts_too() -> None:
+    one, two = an_answer(), an_answer()
+    batch = normalise_prompts(resume=one)
+    assert batch.single and batch.prompts[0] is one
+    for several in ([one, two], (one, two)):
+        batch = normalise_prompts(resume=several)
+        assert not batch.single and batch.prompts[0] is one and batch.prompts[1] is two
+
+
+@pytest.mark.parametrize("other", ["prompts", "prompt_token_ids"])
+def test_completions_and_prompts_together_are_refused(other: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot specify both {other} and resume: pass one of them"):
+        normalise_prompts(**{other: [1], "resume": an_answer()})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("hi", "got str"), ([object()], "got a list with object at 0"), ({}, "got dict"), (iter([]), "got list_iterator")],
+)
+def test_something_else_than_completions_is_not_resumed(given: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"resume must be a Completion or a list of them, .*{words}"):
+        normalise_prompts(resume=given)
+
+
+def test_completions_of_nothing_are_not_resumed() -> None:
+    one = an_answer()
+    with pytest.raises(ValueError, match="resume cannot be empty: the error that it is from did not end a generate"):
+        normalise_prompts(resume=[])
+    with pytest.raises(ValueError, match=r"resume\[1\] has no answer"):
+        normalise_prompts(resume=[one, replace(one, outputs=[])])
+    with pytest.raises(ValueError, match=r"resume\[1\] has no prompt"):
+        normalise_prompts(resume=[one, replace(one, prompt=None, prompt_token_ids=np.empty(0, np.int64))])
+
+
+def test_a_dictionary_without_a_prompt_is_refused_by_its_keys() -> None:
+    with pytest.raises(
+        TypeError, match=r"prompts has neither 'prompt_token_ids' nor 'prompt'; its keys are \['text'\]"
+    ):
+        normalise_prompts({"text": "hi"})
+
+
+# -- placements and routes ---------------------------------------------------------------------------------------------
 
 
 def test_names_come_one_for_each_prompt() -> None:
@@ -58,6 +545,8 @@ def test_names_come_one_for_each_prompt() -> None:
     assert [where.session_id for where in placements(2, session_ids=("s", "s"))] == ["s", "s"]
     with pytest.raises(ValueError, match="group_ids must have one entry per prompt: got 1 for 2 prompts"):
         placements(2, group_ids="s")
+    with pytest.raises(ValueError, match="request_ids must have one entry per prompt"):
+        request_ids_each(["s"], 2)
     with pytest.raises(ValueError, match="request_ids must differ from each other"):
         request_ids_each(["s", "s"], 2)
 
@@ -97,49 +586,10 @@ def test_each_request_has_a_placement_of_its_own() -> None:
     ) == [Placement(session_id="s", request_context={"k": 1}), Placement(group_id="7", min_version=3)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"session_ids": [1.5, "t"]}, r"session_ids\[0\] must be text, an int or None, got 1.5"),
-        ({"group_ids": ["g", True]}, r"group_ids\[1\] must be text, an int or None, got True"),
-        ({"group_ids": torch.tensor([[1], [2]])}, r"group_ids\[0\] must be text, an int or None, got \[1\]"),
-        ({"min_version": ["1", 2]}, r"min_version\[0\] must be an int, got '1'"),
-        ({"min_version": "1"}, "min_version must be an int, got '1'"),
-        ({"request_context": [{}, "k"]}, r"request_context\[1\] must be a mapping or None, got 'k'"),
-        ({"request_context": 3}, "request_context must be a mapping or None, got 3"),
-    ],
-)
-def test_an_entry_of_another_type_is_named(arguments: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        placements(2, **arguments)
-
-
-@pytest.mark.parametrize("value", [None, 1.0, torch.tensor(1.0), True, [0, None]])
-def test_a_priority_is_an_int(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"priority.* must be an int, got"):
-        integers(value, 2, "priority")
-
-
-def test_a_request_id_is_text() -> None:
-    with pytest.raises(TypeError, match=r"request_ids\[1\] must be text, got 3"):
-        request_ids_each(["a", 3], 2)
-
-
 @pytest.mark.parametrize("name", ["session_ids", "group_ids", "min_version", "request_context"])
 def test_a_list_has_one_entry_per_prompt(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must have one entry per prompt: got 1 for 2 prompts"):
         placements(2, **{name: [None]})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("seconds", [0, -1.5, math.nan, "5", True, []])
-def test_a_deadline_is_in_the_future(seconds: Any) -> None:
-    assert check_timeout(None) is None
-    assert check_timeout(math.inf) is None
-    assert check_timeout(0.5) == 0.5
-    with pytest.raises(
-        ValueError, match=f"timeout_seconds must be a number above 0, or None, got {re.escape(repr(seconds))}"
-    ):
-        check_timeout(seconds)
 
 
 # -- routes to follow -------------------------------------------------------------------------------------------------
@@ -165,12 +615,6 @@ def test_routes_of_one_prompt_come_in_whatever_holds_them(value: Any) -> None:
     assert (rows.dtype, rows.tolist()) == (np.int16, ROWS.tolist())
 
 
-def test_lists_of_numbers_are_routes_too() -> None:
-    (rows,) = rows_each(ROWS.tolist(), ONE)
-    assert rows is not None
-    assert rows.tolist() == ROWS.tolist()
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -187,18 +631,6 @@ def test_several_prompts_have_routes_each(values: Any) -> None:
     first, second = rows_each(values, TWO)
     assert first is not None and second is not None
     assert (first.tolist(), second.tolist()) == (ROWS.tolist(), (ROWS + 1).tolist())
-
-
-def test_some_prompts_have_none_and_others_another_number_of_rows() -> None:
-    assert rows_each(None, ONE) == [None]
-    assert rows_each(None, TWO) == [None, None]
-    assert rows_each([None, None], TWO) == [None, None]
-    first, second = rows_each([None, ROWS[:1]], TWO)
-    assert first is None and second is not None
-    assert second.tolist() == ROWS[:1].tolist()
-    (alone,) = rows_each([ROWS], PromptBatch([IDS], single=False))
-    assert alone is not None
-    assert alone.shape == (2, 3, 2)
 
 
 @pytest.mark.parametrize("values", [[ROWS], [ROWS] * 3, ROWS[None], []])
@@ -250,3 +682,215 @@ def test_rows_may_come_with_what_is_resumed() -> None:
     first, second = rows_each([None, ROWS], PromptBatch([had, had], single=False))
     assert first is None
     assert second is not None
+
+
+# -- what is resumed ---------------------------------------------------------------------------------------------------
+
+
+PARAMS = {"max_tokens": 8, "logprobs": 0, "n": 2}
+
+
+def answer(prompt: Any = "hi", **params: Any) -> Completion:
+    ids = None if isinstance(prompt, str) else np.array(prompt, np.int32)
+    text = prompt if ids is None else None
+    asked = Request(request_id="r", sampling_params={**PARAMS, **params}, prompt=text, prompt_token_ids=ids)
+    return FakeReplica().submit([asked])[0].result()
+
+
+def resuming(completion: Completion, **fields: Any) -> Request:
+    return request_to_resume(completion, **{"request_id": "new", "sampling_params": PARAMS, **fields})
+
+
+def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
+    partial = cut(answer(), 3, None)
+    request = resuming(partial, priority=4)
+    assert request.resume is partial
+    assert (request.request_id, request.prompt, request.priority) == ("new", None, 4)
+    assert request.prompt_token_ids is not None
+    assert (request.prompt_token_ids.tolist(), request.prompt_token_ids.dtype) == ([104, 105], np.int32)
+    assert whole(request) is None
+
+
+@pytest.mark.parametrize("prompt", ["hi", [104, 105]])
+def test_what_had_no_token_begins_with_its_own_prompt(prompt: Any) -> None:
+    request = resuming(cut(answer(prompt), 0, 0))
+    assert request.resume is None
+    assert request.prompt == (prompt if isinstance(prompt, str) else None)
+    assert (request.prompt_token_ids is None) is isinstance(prompt, str)
+    assert whole(request) is None
+    check_resume(request, 0, LAYOUT)
+
+
+def test_what_is_whole_is_the_answer_whatever_is_asked_for_now() -> None:
+    done = answer()
+    request = resuming(done, sampling_params={"n": 5})
+    assert whole(request) is done
+    check_resume(request, 0, None)
+
+
+def changed(completion: Completion, **fields: Any) -> Completion:
+    first, second = completion.outputs
+    return replace(completion, outputs=[replace(first, **fields), second])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"policy_versions": np.zeros(2, np.int32)}, "no completion of an engine: 2 prompt tokens, 3 tokens, lengths"),
+        ({"logprobs": np.zeros(4, np.float32)}, "no completion of an engine: 2 prompt tokens, 3 tokens, lengths"),
+        (
+            {"kept": KeptIds(np.zeros(1, np.int32), np.array([1, 0], np.int32))},
+            "no completion of an engine: 2 prompt tokens, 3 tokens, lengths .*'kept': 2",
+        ),
+        (
+            {"kept": KeptIds(np.zeros(2, np.int32), np.array([1, 0, -2], np.int32))},
+            "no completion of an engine: it has 2 kept ids, and their sizes say 3",
+        ),
+        ({"logprobs": None}, "it has no log-probs, which sampling_params ask for: pass those that it started with"),
+        ({"routed_experts": None}, "it has no routes: pass return_routed_experts=False, as when it started"),
+        (
+            {"routed_experts": np.zeros((4, 5, 2), np.uint8)},
+            r"its routes have shape \[4, 5, 2\], but this engine gives \[4, 4, 2\]",
+        ),
+        (
+            {"routed_experts": np.zeros((3, 4, 2), np.uint8)},
+            r"its routes have shape \[3, 4, 2\], but this engine gives \[4, 4, 2\]",
+        ),
+        (
+            {"routed_experts": np.full((4, 4, 2), 200, np.uint8)},
+            r"its routes are 200\.\.200 of uint8, but this engine has experts 0\.\.7",
+        ),
+        ({"routed_experts": np.full((4, 4, 2), -1, np.int8)}, r"its routes are -1\.\.-1 of int8"),
+        ({"routed_experts": np.zeros((4, 4, 2), np.float32)}, r"its routes are 0\.0\.\.0\.0 of float32"),
+    ],
+)
+def test_what_is_no_part_of_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
+    request = resuming(changed(cut(answer(), 3, None), **fields))
+    with pytest.raises(ValueError, match=rf"^resume\[7\], answer 0: {words}"):
+        check_resume(request, 7, LAYOUT)
+
+
+def test_routes_that_are_not_asked_for_may_be_missing() -> None:
+    partial = changed(cut(answer(), 3, None), routed_experts=None)
+    check_resume(resuming(partial, return_routed_experts=False), 0, LAYOUT)
+    check_resume(resuming(partial), 0, None)
+
+
+@pytest.mark.parametrize("params", [{"n": 3}, {}, {"n": 1}])
+def test_another_number_of_answers_is_refused(params: dict[str, Any]) -> None:
+    request = resuming(cut(answer(), 3, None), sampling_params=params)
+    words = rf"resume\[1\] has 2 answers, but sampling_params ask for n={params.get('n', 1)}"
+    with pytest.raises(ValueError, match=words):
+        check_resume(request, 1, LAYOUT)
+
+
+# -- sampling parameters -----------------------------------------------------------------------------------------------
+
+
+GIVEN_PARAMS = {"max_tokens": 8, "temperature": 0.7}
+
+
+def test_it_is_the_mapping_that_was_given() -> None:
+    params = SamplingParameters(GIVEN_PARAMS)
+    assert params == GIVEN_PARAMS
+    assert {**params, "n": 2} == {**GIVEN_PARAMS, "n": 2}
+    assert (list(params), len(params), params.get("n")) == (["max_tokens", "temperature"], 2, None)
+    assert repr(params) == f"SamplingParameters({GIVEN_PARAMS!r})"
+
+
+def test_attributes_are_what_was_given_and_else_vllms_defaults() -> None:
+    params = SamplingParameters(GIVEN_PARAMS)
+    assert (params.max_tokens, params.temperature) == (8, 0.7)
+    assert (params.n, params.top_p, params.stop) == (1, 1.0, [])
+    with pytest.raises(AttributeError, match="best_of"):
+        params.best_of  # noqa: B018  vLLM has no such field any more
+
+
+def test_without_vllm_only_what_was_given_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    params = SamplingParameters(GIVEN_PARAMS)
+    assert params.max_tokens == 8
+    with pytest.raises(AttributeError, match=r"top_p was not given, and vLLM, .* is not installed"):
+        params.top_p  # noqa: B018
+
+
+def test_it_does_not_change() -> None:
+    given = dict(GIVEN_PARAMS)
+    params = SamplingParameters(given)
+    given["max_tokens"] = 9
+    assert params.max_tokens == 8
+    with pytest.raises(AttributeError, match=r"\.temperature = 0 would change nothing: pass temperature="):
+        params.temperature = 0
+
+
+def test_it_is_copied_and_pickled() -> None:
+    params = SamplingParameters(GIVEN_PARAMS)
+    for other in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert type(other) is SamplingParameters
+        assert other == params
+        assert other.max_tokens == 8
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+SINGLE = normalise_prompts([5, 6, 7])
+DOUBLE = normalise_prompts([[5, 6, 7], [8]])
+KEPT = KeptTokens(ids=torch.tensor([4, 9, -1]), sizes=torch.tensor([0, 2, 0]))
+
+NO_TEMPERATURES = (0.0, float("nan"), float("inf"), "hot", True, None)
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_ids() -> None:
+    assert scorings(SINGLE, 1.0, None) == [Scoring()]
+    assert scorings(DOUBLE, 0.5, None) == [Scoring(temperature=0.5)] * 2
+    first, second = scorings(DOUBLE, torch.tensor([0.5, 2.0]), [KEPT, None])
+    assert (first.temperature, second.temperature, second.kept) == (0.5, 2.0, None)
+    assert isinstance(first.kept, KeptIds)
+    assert (first.kept.ids.tolist(), first.kept.sizes.tolist()) == ([4, 9], [0, 2, 0])  # what pads held is gone
+    assert first.kept.ids.dtype == first.kept.sizes.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("batch", "temperature", "kept", "words"),
+    [
+        (normalise_prompts("text"), 1.0, None, "takes token ids"),
+        *((SINGLE, bad, None, f"temperature must be a finite number above 0, got {bad!r}") for bad in NO_TEMPERATURES),
+        (SINGLE, 1.0, 5, r"kept\[0\] must be the KeptTokens of one sequence, or None, got 5"),
+        (DOUBLE, 1.0, 5, "kept must be a list with KeptTokens or None for each sequence, got 5"),
+        (DOUBLE, 1.0, KEPT, "kept must be a list with KeptTokens or None for each sequence"),
+        (SINGLE, 1e-40, None, "temperature must be a finite number of at least 1e-20, got 1e-40"),
+        (DOUBLE, [1.0], None, "temperature must have one entry per sequence: got 1 for 2"),
+        (DOUBLE, [[1.0, 1.0]], None, r"one per sequence, got shape \[1, 2\]"),
+        (DOUBLE, [1.0, 1.0, 1.0], None, "temperature must have one entry per sequence: got 3 for 2"),
+        (DOUBLE, 1.0, [KEPT], "kept must have one entry per sequence: got 1 for 2"),
+        (
+            SINGLE,
+            1.0,
+            KeptTokens(ids=torch.tensor([4]), sizes=torch.tensor([0, 2, 0])),
+            "1 ids, and its sizes say 2",
+        ),
+        (DOUBLE, 1.0, [None, KEPT], r"kept\[1\] is for 3 tokens, and there are 1"),
+    ],
+)
+def test_bad_arguments_are_named(batch: Any, temperature: Any, kept: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scorings(batch, temperature, kept)
+
+
+def test_a_request_that_was_aborted_has_no_scores() -> None:
+    ids: Any = np.arange(2)
+    whole = Completion(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=ids,
+        num_cached_tokens=0,
+        outputs=[],
+        prompt_logprobs=np.array([np.nan, -1], np.float32),
+    )
+    assert scores_of([whole])[0][1] == -1
+    cut = Completion(request_id="b", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[])
+    with pytest.raises(EngineError, match="'b' was aborted"):
+        scores_of([whole, cut])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
 import random
 import sys
 import threading
-import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,41 +19,22 @@ import torch
 
 from support.completions import assert_same_answers, cut
 from support.routes import rows_of
-from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
+from support.services import HOUR, QUICK, ask, submitted
 from support.strategies import Says
 from support.waiting import in_thread, until
-from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
+from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.strategies import Strategy
 from torchrl_moe.testing import FakeAsyncVLLM
-from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+from torchrl_moe.testing.fake_engine import FakeReplica
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "hi",
-        [104, 105],
-        np.array([104, 105]),
-        torch.tensor([104, 105]),
-        {"prompt": "hi"},
-        {"prompt_token_ids": [104, 105]},
-    ],
-    ids=lambda prompt: type(prompt).__name__,
-)
-def test_one_prompt_gets_one_completion_in_whatever_form_it_comes(serve: Any, prompt: Any) -> None:
-    completion = ask(serve(), prompt)
-    assert isinstance(completion, Completion)
-    assert completion.prompt_token_ids.tolist() == [104, 105]
-    assert completion.outputs[0].text == ask(serve(), "hi").outputs[0].text
 
 
 def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
@@ -67,37 +45,6 @@ def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
         3,
         3,
     ]
-
-
-def test_token_ids_have_a_keyword_of_their_own(serve: Any) -> None:
-    engine = serve()
-    ids = engine.generate(prompt_token_ids=[[1, 2], [3]], use_tqdm=False)
-    assert [completion.prompt_token_ids.tolist() for completion in ids] == [[1, 2], [3]]
-    assert isinstance(engine.generate(prompt_token_ids=[1, 2], use_tqdm=False), Completion)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({}, "must specify either prompts or prompt_token_ids"),
-        ({"prompts": "hi", "prompt_token_ids": [1]}, "cannot specify both"),
-        ({"prompts": ""}, "prompts is an empty prompt"),
-        ({"prompts": []}, "prompts cannot be empty"),
-        ({"prompts": "hi", "timeout_seconds": 0}, "timeout_seconds must be a number above 0, or None, got 0"),
-        ({"prompts": "hi", "timeout_seconds": -1.5}, r"timeout_seconds must be a number above 0, or None, got -1\.5"),
-        ({"prompts": "hi", "prompt_adapter_request": object()}, "must be None: vLLM has dropped prompt adapters"),
-        ({"prompts": ["a", "b"], "request_ids": ["x"]}, "request_ids must have one entry per prompt: got 1 for 2"),
-        ({"prompts": ["a", "b"], "request_ids": "x"}, "request_ids must have one entry per prompt: got 1 for 2"),
-        ({"prompts": "a", "request_ids": []}, "request_ids must have one entry per prompt: got 0 for 1"),
-        ({"prompts": ["a", "b"], "request_ids": ["x", "x"]}, "request_ids must differ from each other"),
-        ({"prompts": "a", "session_ids": ["s", "t"]}, "session_ids must have one entry per prompt: got 2 for 1"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_is_sent(serve: Any, kwargs: Any, words: str) -> None:
-    engine = serve()
-    with pytest.raises(ValueError, match=words):
-        engine.generate(use_tqdm=False, **kwargs)
-    assert submitted(engine) == []
 
 
 def test_sampling_parameters_default_to_the_services(serve: Any) -> None:
@@ -142,51 +89,11 @@ def test_requests_without_names_get_different_ones_across_calls_and_services(ser
     assert len(set(names)) == len(names) == 8
 
 
-def test_n_answers_come_in_one_completion(serve: Any) -> None:
-    completion = serve().generate("hi", {"n": 3, "max_tokens": 2}, use_tqdm=False)
-    assert [output.index for output in completion.outputs] == [0, 1, 2]
-    assert len({output.text for output in completion.outputs}) == 3
-
-
-def test_routes_can_be_left_out(serve: Any) -> None:
-    engine = serve()
-    assert ask(engine).outputs[0].routed_experts.shape == (2 + 4 - 1, 4, 2)
-    assert ask(engine, return_routed_experts=False).outputs[0].routed_experts is None
-
-
-def test_requests_fan_out_evenly_call_by_call(serve: Any) -> None:
-    engine = serve(4)
-    assert Counter(ask(engine, f"{i}").metrics.replica for i in range(200)) == {0: 50, 1: 50, 2: 50, 3: 50}
-
-
 def test_a_prompt_goes_where_it_was_and_a_group_at_once_is_spread(serve: Any) -> None:
     engine = serve(4)
     assert len({ask(engine, "again").metrics.replica for _ in range(8)}) == 1
     # the k-th may go where the last one went if that makes no more than k / 4 + 1 there, else to the least loaded
     assert [c.metrics.replica for c in ask(engine, ["group"] * 8)] == [1, 2, 3, 3, 0, 0, 1, 1]
-
-
-def test_eight_threads_at_once_each_get_their_own_answers(serve: Any) -> None:
-    engine = serve(3, token_seconds=0.001)
-
-    def work(thread: int) -> bool:
-        prompts = [f"thread {thread} prompt {i}" for i in range(10)]
-        return all([completion.prompt for completion in ask(engine, prompts)] == prompts for _ in range(3))
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(work, range(8))) == [True] * 8
-    assert sum(row["requests"] for row in engine.stats()) == 8 * 10 * 3
-
-
-def test_the_named_replica_is_used_and_must_exist_and_serve(serve: Any) -> None:
-    engine = serve(3)
-    assert {completion.metrics.replica for completion in ask(engine, list("abcd"), actor_index=2)} == {2}
-    for index in (3, -1):
-        with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 3\)"):
-            ask(engine, actor_index=index)
-    engine.replica_table.set_state(1, ReplicaState.QUARANTINED)
-    with pytest.raises(NoReplicaError, match="replica 1 is QUARANTINED, not SERVING; leave actor_index out"):
-        ask(engine, actor_index=1)
 
 
 def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: Any) -> None:
@@ -201,15 +108,6 @@ def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: 
     assert [c.metrics.replica for c in ask(engine, list("abc"), session_ids=["t", "s", "t"])] == [1, 0, 1]
     assert ask(engine, "a", session_ids="t").metrics.replica == 1
     assert asyncio.run(engine.agenerate("a", session_id="t")).metrics.replica == 1
-
-
-def test_min_version_picks_fresh_replicas(serve: Any) -> None:
-    engine = serve(3)
-    engine.replica_table.set_version(1, 4)
-    assert {c.metrics.replica for c in ask(engine, list("abcd"), min_version=4)} == {1}
-    assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
-    with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
-        ask(engine, min_version=5)
 
 
 def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -> None:
@@ -227,83 +125,9 @@ def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -
     assert [(request.prompt, request.priority) for request in submitted(engine)] == [("b", -7), ("a", 7)]
 
 
-def test_the_number_of_a_group_and_its_text_are_one_group(serve: Any) -> None:
-    engine = serve(2)
-    ask(engine, "a", group_ids=3)
-    engine.replica_table.set_version(1, 1)
-    for group in ("3", torch.tensor([3]), np.array([3])):
-        assert ask(engine, ["a"], group_ids=group)[0].metrics.replica == 0
-    assert asyncio.run(engine.agenerate("a", group_id=3)).metrics.replica == 0
-
-
 # -- recorded experts -------------------------------------------------------------------------------------------------
 
 IDS = [104, 105, 106]
-
-
-def test_routes_reach_the_replica_and_come_back(serve: Any) -> None:
-    engine = serve()
-    plain = ask(engine, IDS)
-    rows = rows_of(6, -1, 2)
-    for value in (rows, torch.from_numpy(rows), rows.astype(np.int64)):
-        (followed,) = ask(engine, IDS, routed_experts=value).outputs
-        assert followed.token_ids.tolist() == plain.outputs[0].token_ids.tolist()
-        assert followed.routed_experts[0].tolist() == [[0, 0], [6, 7], [6, 7], [6, 7]]
-        assert followed.routed_experts[2].tolist() == [[0, 0], [2, 3], [2, 3], [2, 3]]
-        assert np.array_equal(followed.routed_experts[[1, 3, 4, 5]], plain.outputs[0].routed_experts[[1, 3, 4, 5]])
-        assert np.array_equal(submitted(engine)[-1].routed_experts, rows)
-    awaited = asyncio.run(engine.agenerate(IDS, {"max_tokens": 4}, routed_experts=rows, on_resume="live"))
-    assert awaited.outputs[0].routed_experts[0, 1].tolist() == [6, 7]
-    assert submitted(engine)[-1].on_resume == "live"
-
-
-def test_each_prompt_follows_its_own_routes(serve: Any) -> None:
-    engine = serve()
-    ask(engine, [IDS, IDS, [1]], routed_experts=[rows_of(5), None, rows_of(1)])
-    assert [None if r.routed_experts is None else r.routed_experts[0, 1, 0] for r in submitted(engine)] == [5, None, 1]
-    assert {request.on_resume for request in submitted(engine)} == {None}
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (rows_of(1, 2, 3, 4), "at most a row per prompt token, 3, got 4"),
-        (rows_of(7), r"holds expert 8 .*0\.\.7"),
-        (rows_of(1).astype(np.uint8), "signed integer"),
-        (rows_of(1)[:, 1:], r"\[rows, 4, 2\], got \[1, 3, 2\]"),
-    ],
-)
-def test_a_request_with_bad_routes_is_refused_and_the_others_finish(serve: Any, rows: Any, words: str) -> None:
-    engine = serve()
-    with pytest.raises(RequestRefusedError, match=words) as caught:
-        ask(engine, [IDS, IDS, IDS], routed_experts=[None, rows, rows_of(1)])
-    first, refused, last = caught.value.partial
-    assert [len(one.outputs[0].token_ids) for one in (first, refused, last)] == [4, 0, 4]
-    assert last.outputs[0].routed_experts[0, 1].tolist() == [1, 2]
-    with pytest.raises(RequestRefusedError, match=words):
-        asyncio.run(engine.agenerate(IDS, {"max_tokens": 4}, routed_experts=rows))
-
-
-def test_routes_of_a_text_are_refused(serve: Any) -> None:
-    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
-        ask(serve(), "hi", routed_experts=rows_of(1))
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"routed_experts": [rows_of(1)]}, "routed_experts must have one entry per prompt: got 1 for 2 prompts"),
-        ({"on_resume": "none"}, r"on_resume must be None or one of \('forced', 'live'\), got 'none'"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_before_anything_is_sent(serve: Any, asked: Any, words: str) -> None:
-    engine = serve()
-    with pytest.raises(ValueError, match=words):
-        ask(engine, [IDS, IDS], **asked)
-    if "on_resume" in asked:
-        with pytest.raises(ValueError, match=words):
-            asyncio.run(engine.agenerate(IDS, **asked))
-    assert submitted(engine) == []
 
 
 @pytest.mark.parametrize(
@@ -342,15 +166,6 @@ def test_an_answer_that_continues_says_how_it_read_its_first_part(
     assert [completion.outputs[0].resume for completion in done] == [how, "none"]
     awaited = asyncio.run(engine.agenerate(None, {"max_tokens": 4, "logprobs": 0}, resume=cut(full, 0), **asked))
     assert awaited.outputs[0].resume == "none"  # there was nothing to be read again
-
-
-def test_an_answer_that_begins_again_follows_the_rows_that_are_passed_again(serve: Any) -> None:
-    engine = serve()
-    full = ask(engine, IDS, routed_experts=rows_of(2, 4))
-    begun, again = ask(engine, None, resume=[cut(full, 2), cut(full, 0)], routed_experts=[rows_of(2, 4)] * 2)
-    for completion in (full, begun, again):
-        assert (completion.outputs[0].routed_experts[:2, 1:] == rows_of(2, 4)[:, 1:]).all()
-    assert [completion.outputs[0].resume for completion in (begun, again)] == ["forced", "none"]
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -433,57 +248,11 @@ def test_a_token_keeps_the_version_that_made_it(serve: Any, partial: list[Comple
         assert np.array_equal(got.routed_experts[:rows], had.routed_experts)
 
 
-def test_what_a_resumed_call_leaves_can_be_resumed(
-    serve: Any, whole: list[Completion], partial: list[Completion]
-) -> None:
-    engine = serve(token_seconds=HOUR)
-    with pytest.raises(GenerationTimeout, match="3 of 4 requests were not finished within 1 s") as caught:
-        answers(engine, resume=partial, timeout_seconds=1.0)
-    left = caught.value.partial
-    assert left[0] is partial[0]
-    for now, before in zip(left[1:3], partial[1:3], strict=True):
-        assert [len(output.token_ids) for output in now.outputs] == [len(output.token_ids) for output in before.outputs]
-    counts = engine.metrics.summary()
-    assert (counts["requests"], counts["completed"], counts["timed_out"]) == (3, 0, 3)
-    for got, expected in zip(answers(serve(), resume=left), whole, strict=True):
-        assert_same_answers(got, expected)
-
-
 def test_a_refusal_names_the_place_in_the_whole_list(serve: Any, partial: list[Completion]) -> None:
     engine = serve(refuse=lambda r: "no" if r.prompt == "waits" else None)
     with pytest.raises(RequestRefusedError, match=r"^request 3 was refused: no") as caught:
         answers(engine, resume=partial)
     assert [completion.aborted for completion in caught.value.partial] == [False, False, False, True]
-
-
-def test_an_answer_with_all_its_tokens_is_refused_beside_what_can_continue(
-    serve: Any, partial: list[Completion]
-) -> None:
-    words = r"^request 1 was refused: an answer to resume has 7 tokens already: max_tokens=6 must be larger"
-    with pytest.raises(RequestRefusedError, match=words) as caught:
-        serve().generate(resume=partial, sampling_params={**ANSWERS, "max_tokens": 6}, use_tqdm=False)
-    assert [len(output.token_ids) for output in caught.value.partial[1].outputs] == [3, 7]
-    assert [len(output.token_ids) for output in caught.value.partial[2].outputs] == [6, 12]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"prompts": "hi"}, ValueError, "cannot specify both prompts and resume"),
-        ({"prompt_token_ids": [1]}, ValueError, "cannot specify both prompt_token_ids and resume"),
-        ({"session_ids": ["s"]}, ValueError, "session_ids must have one entry per prompt: got 1 for 4 prompts"),
-        ({"sampling_params": {"n": 1}}, ValueError, r"resume\[1\] has 2 answers, but sampling_params ask for n=1"),
-        ({"resume": []}, ValueError, "resume cannot be empty"),
-        ({"resume": "hi"}, TypeError, "resume must be a Completion or a list of them"),
-    ],
-)
-def test_nonsense_is_not_resumed(
-    serve: Any, partial: list[Completion], arguments: Any, error: type[Exception], words: str
-) -> None:
-    engine = serve()
-    with pytest.raises(error, match=words):
-        engine.generate(**{"resume": partial, "sampling_params": ANSWERS, "use_tqdm": False, **arguments})
-    assert submitted(engine) == []
 
 
 # -- the progress bar -------------------------------------------------------------------------------------------------
@@ -504,27 +273,7 @@ def test_a_bar_is_shown_by_default_where_somebody_looks(
     assert out == ""
 
 
-def test_no_bar_is_shown_when_it_is_off(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    serve().generate(["a", "b", "c"], use_tqdm=False)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_agenerate_shows_no_bar(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(serve().agenerate("a"))
-    assert capsys.readouterr() == ("", "")
-
-
 # -- calls that end early ---------------------------------------------------------------------------------------------
-
-
-def test_a_timeout_keeps_what_had_finished_and_frees_the_rest(serve: Any) -> None:
-    engine = serve(2, token_seconds=slow_if("b"))
-    with pytest.raises(GenerationTimeout, match="1 of 3 requests were not finished within 1 s") as caught:
-        ask(engine, ["a", "b", "c"], timeout_seconds=1.0)
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert [(c.prompt, c.aborted) for c in copy.partial] == [("a", False), ("b", True), ("c", False)]
-    assert engine.get_num_unfinished_requests() == [0, 0]
-    assert [row["running"] for row in engine.stats()] == [0, 0]
 
 
 def test_late_scores_cannot_be_resumed(serve: Any) -> None:
@@ -535,186 +284,7 @@ def test_late_scores_cannot_be_resumed(serve: Any) -> None:
     assert "score fewer tokens at once" in str(caught.value)
 
 
-def test_a_refused_request_is_named_and_the_service_continues(serve: Any) -> None:
-    engine = serve(2, token_seconds=0.01, refuse=lambda r: "too long" if r.prompt == "b" else None)
-    with pytest.raises(ValueError, match="request 1 was refused: too long") as caught:
-        ask(engine, ["a", "b", "c"])
-    assert [(c.prompt, c.aborted) for c in caught.value.partial] == [("a", False), ("b", True), ("c", False)]
-    assert [row["running"] for row in engine.stats()] == [0, 0]
-    assert ask(engine, "c").prompt == "c"
-
-
-def until_running_there(engine: FakeAsyncVLLM, index: int, count: int) -> None:
-    until(lambda: engine.stats()[index]["running"] == count)
-
-
-def test_a_death_under_a_call_marks_the_replica_and_the_others_continue(serve: Any) -> None:
-    engine = serve(3, token_seconds=slow_if("slow"))
-    engine.create_load_balancer("requests")
-    call = in_thread(lambda: ask(engine, ["slow"] * 6, request_ids=list("abcdef")))
-    until_running(engine, [2, 2, 2])
-    engine.replicas[1].die("out of memory")
-    until(lambda: any(entry.reserved for entry in engine.replica_table))  # its two wait for an idle one
-    engine.abort(list("abcdef"))
-    assert Counter(completion.metrics.replica for completion in call.result(60.0)) == {0: 2, 2: 2, -1: 2}
-    assert [entry.state.name for entry in engine.replica_table] == ["SERVING", "DEAD", "SERVING"]
-    assert engine.get_num_unfinished_requests() == [0, 0, 0]
-    assert {ask(engine, f"{i}").metrics.replica for i in range(6)} == {0, 2}
-
-
-def test_a_death_is_also_noted_by_a_task(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    assert asyncio.run(engine.agenerate("a")).metrics.replica == 1
-    assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]
-
-
-def test_a_death_that_no_request_met_is_noted_by_the_next_look(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    assert [row["state"] for row in engine.stats()] == ["DEAD", "SERVING"]
-    assert ask(engine).metrics.replica == 1
-
-
-def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    engine.replica_table.mark_dead(0)
-    engine.replica_table.set_state(0, ReplicaState.STARTING)
-    assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
-    assert engine.replica_table[0].state is ReplicaState.STARTING
-
-
-def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
-    engine = serve(2)
-    for index in range(2):
-        engine.replica_table.set_state(index, ReplicaState.SYNCING)
-    call = in_thread(lambda: ask(engine, ["a", "b"]))
-    task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    until(lambda: len(engine._dispatcher._unplaced) == 3)
-    assert (call.done(), task.done()) == (False, False)
-    with pytest.raises(NoReplicaError, match="no replica is serving"):
-        ask(engine, timeout_seconds=0.1)
-    engine.replica_table.set_state(1, ReplicaState.SERVING)
-    assert [completion.metrics.replica for completion in call.result(60.0)] == [1, 1]
-    assert task.result(60.0).metrics.replica == 1
-
-
-def test_requests_are_aborted_by_name_wherever_they_run(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, ["a", "b"], request_ids=["x", "y"]))
-    until_running(engine, [1, 1])
-    engine.abort("x")
-    time.sleep(0.05)
-    assert not call.done()
-    engine.abort(["y", "never heard of"])
-    first, second = call.result(60.0)
-    assert first.outputs[0].finish_reason == second.outputs[0].finish_reason == "abort"
-    assert first.aborted
-
-
-def test_a_name_in_flight_is_refused_in_any_call_and_free_afterwards(serve: Any) -> None:
-    engine = serve(2, token_seconds=slow_if("slow"))
-    call = in_thread(lambda: ask(engine, "slow", request_ids="x"))
-    until_running(engine, [1, 0])
-    with pytest.raises(ValueError, match="request ids are in flight already: x"):
-        ask(engine, ["a", "b"], request_ids=["y", "x"])
-    with pytest.raises(ValueError, match="request ids are in flight already: x"):
-        asyncio.run(engine.agenerate("a", request_id="x"))
-    engine.abort("x")
-    call.result(60.0)
-    assert ask(engine, "a", request_ids="x").request_id == "x"
-
-
-# -- agenerate --------------------------------------------------------------------------------------------------------
-
-
-def test_agenerate_answers_as_generate_does(serve: Any) -> None:
-    engine = serve()
-    params = {"max_tokens": 4, "logprobs": 0}
-    mine = asyncio.run(engine.agenerate("hi", params, request_id="mine"))
-    assert mine.request_id == "mine"
-    assert mine.outputs[0].token_ids.tolist() == ask(engine).outputs[0].token_ids.tolist()
-    ids = asyncio.run(engine.agenerate(prompt_token_ids=[104, 105], sampling_params=params))
-    assert ids.outputs[0].text == mine.outputs[0].text
-
-
-def test_every_word_about_a_request_reaches_its_replica_from_agenerate_too(serve: Any) -> None:
-    engine, lora, guided, params = serve(2), object(), {"regex": "a+"}, {"max_tokens": 2}
-    words = {"lora_request": lora, "guided_options_request": guided, "priority": 3, "return_routed_experts": False}
-    asyncio.run(engine.agenerate("a", params, actor_index=1, **words))
-    (request,) = engine.replicas[1].submitted
-    assert request.sampling_params is params
-    assert (request.lora_request, request.guided_options, request.priority) == (lora, guided, 3)
-    assert not request.return_routed_experts
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"prompt": ["a", "b"]}, "agenerate takes one prompt, got a list of 2: await one call for each"),
-        ({"prompt": ["a"]}, "agenerate takes one prompt, got a list of 1"),
-        ({}, "must specify either"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "cannot specify both"),
-        ({"prompt": "a", "timeout_seconds": 0}, "timeout_seconds must be a number above 0"),
-    ],
-)
-def test_agenerate_refuses_what_is_not_one_request(serve: Any, kwargs: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        asyncio.run(serve().agenerate(**kwargs))
-
-
-def test_many_tasks_at_once(serve: Any) -> None:
-    engine = serve(3, token_seconds=0.001)
-
-    async def main() -> list[Completion]:
-        return await asyncio.gather(*(engine.agenerate(f"prompt {i}", {"max_tokens": 3}) for i in range(200)))
-
-    completions = asyncio.run(main())
-    assert [completion.prompt for completion in completions] == [f"prompt {i}" for i in range(200)]
-    assert set(Counter(completion.metrics.replica for completion in completions)) == {0, 1, 2}
-
-
-def test_tasks_wait_time_out_and_are_cancelled_beside_each_other(serve: Any) -> None:
-    engine = serve(2, token_seconds=slow_if("late", "cancelled", "cut"))
-
-    async def main() -> list[Any]:
-        fine = asyncio.create_task(engine.agenerate("fine"))
-        late = asyncio.create_task(engine.agenerate("late", timeout_seconds=0.1))
-        cancelled = asyncio.create_task(engine.agenerate("cancelled"))
-        cut = asyncio.create_task(engine.agenerate("cut", request_id="cut"))
-        await asyncio.sleep(0.05)
-        cancelled.cancel()
-        engine.abort("cut")
-        return await asyncio.gather(fine, late, cancelled, cut, return_exceptions=True)
-
-    fine, late, cancelled, cut = asyncio.run(main())
-    assert fine.outputs[0].finish_reason == "length"
-    assert isinstance(late, GenerationTimeout)
-    assert isinstance(cancelled, asyncio.CancelledError)
-    assert cut.outputs[0].finish_reason == "abort"
-    until(lambda: [row["running"] for row in engine.stats()] == [0, 0])
-
-
-def test_the_loops_of_two_threads_share_one_service(serve: Any) -> None:
-    engine = serve(2, token_seconds=0.001)
-
-    async def main(name: str) -> list[str | None]:
-        return [c.prompt for c in await asyncio.gather(*(engine.agenerate(f"{name}{i}") for i in range(20)))]
-
-    with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda name: asyncio.run(main(name)), "ab")
-    assert (one, two) == ([f"a{i}" for i in range(20)], [f"b{i}" for i in range(20)])
-
-
 # -- tools ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_tokenizer_is_loaded_once(serve: Any) -> None:
-    engine = serve(2)
-    tokenizer = engine.get_tokenizer()
-    assert tokenizer.encode("a") == [97]
-    assert engine.get_tokenizer() is tokenizer
 
 
 def test_a_new_balancer_is_used_from_now_on(serve: Any) -> None:
@@ -727,26 +297,6 @@ def test_a_new_balancer_is_used_from_now_on(serve: Any) -> None:
     with pytest.raises(ValueError, match="valid strategies"):
         engine.create_load_balancer("fastest")
     assert engine.load_balancer is balancer
-
-
-def test_groups_reach_the_balancer_one_for_each_prompt(serve: Any) -> None:
-    engine = serve(4)
-    engine.replica_table.set_version(3, 1)
-    assert {c.metrics.replica for c in ask(engine, list("abcd"), group_ids=["g", "h", "g", "h"])} == {3}
-    engine.replica_table.set_version(2, 2)
-    assert asyncio.run(engine.agenerate("e", group_id="g")).metrics.replica == 3
-    with pytest.raises(ValueError, match="group_ids must have one entry per prompt: got 1 for 2 prompts"):
-        ask(engine, ["a", "b"], group_ids="g")
-
-
-def test_a_strategy_of_yours_is_told_what_you_said_and_the_prompts_ids(serve: Any) -> None:
-    engine, ear = serve(2), Says()
-    engine.create_load_balancer([ear])
-    ask(engine, [[1, 2], [3]], request_context={"user": 7})
-    asyncio.run(engine.agenerate([4], request_context={"user": 8}))
-    ask(engine, [[5]])
-    heard = [(context.prompt.tolist(), context.request_context) for _, context in ear.asked]
-    assert heard == [([1, 2], {"user": 7}), ([3], {"user": 7}), ([4], {"user": 8}), ([5], {})]
 
 
 def test_a_named_replica_is_remembered_for_its_prefix(serve: Any) -> None:
@@ -773,29 +323,6 @@ def test_a_balancer_goes_by_the_stats_that_replicas_sent_and_asks_none(
     sent[1] = ReplicaStats(cache_usage=0.75)
     assert ask(engine).metrics.replica == 2
     assert [row["cache_usage"] for row in engine.load_balancer.get_stats()["actor_stats"]] == [0.5, 0.75, 0.25]
-
-
-def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
-    engine = serve(4)
-    engine.replica_table.set_state(1, ReplicaState.DRAINING)
-    assert {engine.get_random_actor_index() for _ in range(200)} == {0, 2, 3}
-    for index in (0, 2, 3):
-        engine.replica_table.set_state(index, ReplicaState.SYNCING)
-    with pytest.raises(NoReplicaError, match="no replica is serving"):
-        engine.get_random_actor_index()
-
-
-def test_a_balancer_of_your_own_sees_the_same_load(serve: Any) -> None:
-    engine = serve(2)
-    with LoadBalancer(engine, "requests").acquire() as lease:
-        assert engine.get_num_unfinished_requests(lease.index) == 1
-        assert ask(engine).metrics.replica == 1 - lease.index
-
-
-def test_a_service_knows_its_replicas_and_their_routers(serve: Any) -> None:
-    engine = serve(2)
-    assert engine.num_replicas == 2
-    assert engine.routing_layout == LAYOUT
 
 
 # -- life -------------------------------------------------------------------------------------------------------------
@@ -851,16 +378,6 @@ def test_every_public_name_is_tried_below() -> None:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_use_before_launch_is_refused(name: str) -> None:
-    service = GenerationService([FakeReplica()])
-    with pytest.raises(
-        RuntimeError, match=r"the service is not running\. Start it first; after shutdown\(\) make a new"
-    ):
-        USES[name](service)
-    assert not service.is_running
-
-
-@pytest.mark.parametrize("name", USES)
 def test_use_after_shutdown_is_refused(name: str) -> None:
     engine = FakeAsyncVLLM()
     engine.get_tokenizer()
@@ -883,18 +400,6 @@ def test_shutdown_under_calls_ends_them() -> None:
             future.result(60.0)
         assert [len(answer.outputs) for answer in caught.value.partial] in ([1], [1, 1])
     assert [entry.inflight for entry in engine.replica_table] == [0, 0]
-
-
-def test_shutdown_under_waiting_calls_ends_them() -> None:
-    engine = FakeAsyncVLLM()
-    engine.replica_table.set_state(0, ReplicaState.SYNCING)
-    call = in_thread(lambda: ask(engine))
-    task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    until(lambda: len(engine._dispatcher._unplaced) == 2)
-    engine.shutdown()
-    for future in (call, task):
-        with pytest.raises(EngineError, match=r"^the service was shut down$"):
-            future.result(60.0)
 
 
 def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
@@ -927,7 +432,7 @@ def test_answers_go_with_their_last_user_without_waiting_for_the_garbage_collect
 # -- under fire -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 60))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 60))])
 def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_own_answer(
     fleet: Any, seed: int
 ) -> None:
@@ -979,6 +484,11 @@ def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_o
     assert sum(service.restarts) >= 1
 
 
-def test_the_id_of_one_request_is_text_too(serve: Any) -> None:
-    with pytest.raises(TypeError, match="request_ids"):
-        asyncio.run(serve().agenerate("hi", request_id=7))
+def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
+    engine = serve(4)
+    engine.replica_table.set_state(1, ReplicaState.DRAINING)
+    assert {engine.get_random_actor_index() for _ in range(200)} == {0, 2, 3}
+    for index in (0, 2, 3):
+        engine.replica_table.set_state(index, ReplicaState.SYNCING)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        engine.get_random_actor_index()

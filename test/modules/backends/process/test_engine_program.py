@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,15 +123,6 @@ def test_a_process_that_cannot_be_inspected_counts_as_alive(monkeypatch: pytest.
     assert engine_program._is_gone(1 << 30) is True
 
 
-def test_nobody_looks_on_where_processes_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(engine_program.FOLDER_VARIABLE, "/nowhere")
-    monkeypatch.setenv(engine_program.DRIVER_VARIABLE, "1")
-    monkeypatch.setattr(os, "getpgrp", lambda: 1)
-    monkeypatch.setattr(engine_program, "_is_gone", lambda pid: True)
-    engine_program.end_with_leader()
-    assert "engine_program" not in {thread.name for thread in threading.enumerate()}
-
-
 # -- stats -------------------------------------------------------------------------------------------------------------
 
 
@@ -177,12 +167,6 @@ def test_the_pace_is_that_of_the_last_second_and_falls_to_0_when_nothing_is_made
     for _ in range(5):
         bench.tick()
     assert len(bench.sent) == sent  # an idle engine is silent
-
-
-def test_two_readings_at_one_time_are_no_error() -> None:
-    bench = Bench()
-    bench.feed.tick()
-    assert bench.sent == [ReplicaStats()]
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------

@@ -66,10 +66,6 @@ def test_plain_data_comes_out_as_it_went_in(value: Any) -> None:
     assert repr(again) == repr(value)  # 1 is not True, nor 1.0
 
 
-def test_a_tuple_comes_out_as_a_list() -> None:
-    assert decoded({"pair": (1, (2,))}) == {"pair": [1, [2]]}
-
-
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
 
 
@@ -89,10 +85,6 @@ def test_a_carrier_of_ours_comes_out_as_itself(carrier: Any) -> None:
     assert decoded(carrier) == carrier
     tag, value = link.tagged(carrier)
     assert link.untagged(tag, decoded([value])[0]) == carrier  # inside another message, as a verb's value
-
-
-def test_dtypes_of_torch_cross_by_name() -> None:
-    assert decoded({"weight": (torch.bfloat16, torch.Size([2, 3]))}) == {"weight": [torch.bfloat16, [2, 3]]}
 
 
 class Mode(Enum):
@@ -264,7 +256,7 @@ def same(one: Any, two: Any) -> None:
         assert one == two
 
 
-EXAMPLES = settings(max_examples=60)
+EXAMPLES = settings(max_examples=25)
 
 
 @EXAMPLES
@@ -277,14 +269,6 @@ def test_any_mix_of_requests_comes_out_as_it_went_in(batch: list[Request]) -> No
 @given(batch=st.sampled_from([np.uint8, np.uint16]).flatmap(lambda dtype: st.lists(completions(dtype), max_size=5)))
 def test_any_mix_of_completions_comes_out_as_it_went_in(batch: list[Completion]) -> None:
     same(decoded(batch), batch)
-
-
-def test_requests_that_share_parameters_still_share_them() -> None:
-    params = {"stop": ["\n"]}
-    batch = [Request(request_id=str(i), sampling_params=params, prompt="hi") for i in range(3)]
-    first, *others = decoded(batch)
-    assert first.sampling_params == params
-    assert all(other.sampling_params is first.sampling_params for other in others)
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -332,12 +316,6 @@ def test_a_small_array_needs_no_frame_of_its_own_and_views_arrive_as_they_look(e
         assert received[name].dtype == array.dtype
         assert received[name].flags.writeable
         np.testing.assert_array_equal(received[name], array)
-
-
-def test_a_message_of_many_frames_arrives_whole(ends: Ends) -> None:
-    sent = [np.full(5000, number, np.int32) for number in range(1500)]
-    for number, array in enumerate(through(ends, sent)):
-        assert array[0] == array[-1] == number
 
 
 PACK = msgspec.msgpack.encode
@@ -413,10 +391,6 @@ def small(item: Any) -> int:
     return 1
 
 
-def one_each(items: list[Any]) -> list[link.Frames]:
-    return [link.message("one", item) for item in items]
-
-
 def test_the_outbox_never_waits_for_a_reader_and_frames_what_gathered_together(
     ends: Ends,
 ) -> None:
@@ -438,16 +412,6 @@ def test_the_outbox_never_waits_for_a_reader_and_frames_what_gathered_together(
     assert len(batches) < 20
 
 
-def test_an_outbox_whose_reader_is_gone_ends_quietly(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda args: pytest.fail(str(args)))
-    outbox = link.Outbox(ends[0], one_each, small)
-    ends[1].close()
-    outbox.put("hello")
-    with pytest.raises(EOFError):
-        link.read(ends[0])
-    outbox.close()
-
-
 def test_a_reader_that_has_stopped_is_dropped_at_the_bound_and_both_sides_hear_of_it(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -467,15 +431,6 @@ def test_a_reader_that_has_stopped_is_dropped_at_the_bound_and_both_sides_hear_o
     until(lambda: not outbox._thread.is_alive())
 
 
-def test_a_slow_reader_is_not_dropped_for_what_it_has_read(ends: Ends) -> None:
-    outbox = link.Outbox(ends[0], limit=3000, stuck_seconds=0)
-    for number in range(100):  # 100 times 1 KB, of which two may wait
-        outbox.put(link.message("one", [number, bytes(1000)]))
-        assert link.read(ends[1])[2][0] == number
-    assert not outbox.overflowed
-    outbox.close()
-
-
 def test_a_reader_that_reads_may_be_eight_times_as_late(ends: Ends) -> None:
     outbox = link.Outbox(ends[0], limit=1 << 20, stuck_seconds=HOUR)
     big = np.zeros(1 << 20, np.uint8)
@@ -484,3 +439,7 @@ def test_a_reader_that_reads_may_be_eight_times_as_late(ends: Ends) -> None:
     assert not outbox.overflowed
     outbox.put(link.message("one", big))
     assert outbox.overflowed
+
+
+def test_dtypes_of_torch_cross_by_name() -> None:
+    assert decoded({"weight": (torch.bfloat16, torch.Size([2, 3]))}) == {"weight": [torch.bfloat16, [2, 3]]}

@@ -13,24 +13,22 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from support import toy_kind
 from support.processes import group, ids_request, process_of, toy_environment, toy_replica
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import child
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
-from torchrl_moe.modules.backends.replica import ProbeReport, Request
+from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.backends.vllm import engine_args as kind
 
 START = 120.0  # generous: two seconds, on a machine of its own
@@ -61,32 +59,6 @@ def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_message_arrives_whole(lasting: LocalReplica) -> None:
-    big = Request(request_id="big", sampling_params=None, prompt_token_ids=np.arange(1 << 20, dtype=np.int32))
-    (future,) = lasting.submit([big])
-    np.testing.assert_array_equal(future.result(60.0).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
-
-
-class Odd(Mapping[str, int]):
-    """Raises an error of its own as it is read."""
-
-    def __getitem__(self, key: str) -> int:
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        raise RuntimeError("too odd")
-
-    def __len__(self) -> int:
-        return 1
-
-
-def test_a_request_that_cannot_be_read_for_a_reason_of_its_own_frees_its_id(lasting: LocalReplica) -> None:
-    (future,) = lasting.submit([ids_request("x", sampling_params={"odd": Odd()})])
-    with pytest.raises(ValueError, match="the request cannot be sent to the engine process: too odd"):
-        future.result(0)
-    assert lasting.submit([ids_request("x")])[0].result(60.0).request_id == "x"
-
-
 @pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
 def test_of_every_field_what_is_not_plain_is_refused_by_its_class(lasting: LocalReplica, field: str) -> None:
     (other,) = lasting.submit([ids_request("other", sampling_params={"seconds": 0.3})])
@@ -107,10 +79,6 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
-    assert lasting.ask(Engine.probe, 5).result(10) == ProbeReport(core_answered=True)
-
-
 def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
     before = lasting.call(Engine.stats, 5).requests
     lasting.submit([ids_request("f")])[0].result(60.0)
@@ -118,28 +86,11 @@ def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
     assert lasting.last_stats == lasting.call(Engine.stats, 5)
 
 
-def test_the_log_is_where_it_says(lasting: LocalReplica) -> None:
-    assert lasting.log_path is not None
-    assert "toy: started" in lasting.log_path.read_text()
-    assert toy_replica().log_path is None  # not started
-
-
-def test_arguments_that_are_not_plain_fail_in_the_caller(lasting: LocalReplica) -> None:
-    with pytest.raises(ValueError, match="function has no plain form"):
-        rpc(lasting, "echo", lambda: None)
-    assert lasting.is_alive()
-
-
 def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: LocalReplica) -> None:
     with pytest.raises(EngineError, match=r"replica 3 did not answer 'collective_rpc' within 0\.2 s"):
         rpc(lasting, "sleep", 0.6, timeout=0.2)
     time.sleep(0.6)
     assert rpc(lasting, "echo") == [["echo", [], None]]
-
-
-def test_a_replica_starts_once(lasting: LocalReplica) -> None:
-    with pytest.raises(RuntimeError, match="replica 3 was started before"):
-        lasting.start()
 
 
 # -- before and after its life ----------------------------------------------------------------------------------------
@@ -203,22 +154,6 @@ def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
         replica.wait_ready(START)
     assert not replica.is_alive()
     until(lambda: not group(pid))  # before anybody shuts it down
-    replica.shutdown()
-
-
-def test_an_environment_in_which_the_child_cannot_run_is_reported_with_its_words() -> None:
-    replica = LocalReplica(0, toy_kind, {"model": "toy"}, {**toy_environment(), "PYTHONHOME": "nowhere"})
-    replica.start()
-    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 ended with exit code 1\. Its last log lines:\n.*Error"):
-        replica.wait_ready(START)
-    replica.shutdown()
-
-
-def test_arguments_that_do_not_pickle_start_nothing() -> None:
-    replica = LocalReplica(0, toy_kind, {"model": lambda: None}, toy_environment())
-    with pytest.raises((PicklingError, AttributeError), match="lambda"):
-        replica.start()
-    assert not replica.is_alive()
     replica.shutdown()
 
 
@@ -350,32 +285,6 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     until(lambda: not group(pid))
 
 
-def test_a_stuck_child_that_too_much_waits_for_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
-    replica, pid = started(sleeper=True)
-    os.kill(pid, signal.SIGSTOP)
-    replica._child.outbox._limit, replica._child.outbox._stuck_seconds = 1 << 20, 0
-    big = np.zeros(1 << 20, np.int32)
-    futures = [
-        replica.submit([Request(request_id=str(i), sampling_params=None, prompt_token_ids=big)])[0] for i in range(3)
-    ]
-    for future in futures:  # the first is being written in vain, the second is too much, the third comes too late
-        with pytest.raises(ReplicaDiedError, match="replica 0 did not keep up with what it was sent"):
-            future.result(60.0)
-    assert not replica.is_alive()
-    until(lambda: not group(pid))
-    replica.shutdown()
-
-
-def test_a_process_whose_loop_is_stuck_still_goes_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
-    replica, pid = started()
-    with pytest.raises(EngineError, match="did not answer"):
-        rpc(replica, "block", 60, timeout=0.2)
-    replica.shutdown()
-    until(lambda: not group(pid))
-
-
 # -- the end of the driver --------------------------------------------------------------------------------------------
 
 DRIVER = """
@@ -410,7 +319,7 @@ def driver(how: str, temporary: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("how", ["serving", "starting"])
+@pytest.mark.parametrize("how", ["starting"])
 def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> None:
     with driver(how, tmp_path) as process:
         assert process.stdout is not None
@@ -448,7 +357,7 @@ def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_pa
         os.kill(forked, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("how", ["returns", "raises"])
+@pytest.mark.parametrize("how", ["raises"])
 def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str, tmp_path: Path) -> None:
     with driver(how, tmp_path) as process:
         output, errors = process.communicate(timeout=START)
@@ -481,35 +390,6 @@ def test_a_model_folder_that_vllm_refuses_is_reported_in_its_words_and_leaves_no
     replica.shutdown()
 
 
-LONG = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0}
-
-
-@pytest.mark.engine
-def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine: Any, real: dict[str, Any]) -> None:
-    replica = LocalReplica(0, kind, real, kind.engine_environment())
-    replica.start()
-    try:
-        replica.wait_ready(200)
-        owner = process_of(replica)
-        assert len(group(owner.pid)) >= 3
-        # more than can be done before the core is killed, however slow this process is
-        futures = replica.submit([ids_request(str(i), (1, 2, 3), sampling_params=LONG) for i in range(200)])
-        until(lambda: replica.call(Engine.stats, 10).running)
-        core = next(process for process in owner.children() if "EngineCore" in process.name() or process.children())
-        core.kill()
-        for future in futures:
-            with pytest.raises(
-                ReplicaDiedError, match=r"replica 0 (died: vLLM's engine core died|ended with exit code)"
-            ):
-                future.result(60.0)
-        assert not replica.is_alive()
-        with pytest.raises(ReplicaDiedError):
-            replica.call(Engine.stats, 10)
-        until(lambda: not group(owner.pid))
-    finally:
-        replica.shutdown()
-
-
 @pytest.mark.parametrize(("tag", "value"), [("completions", [{"request_id": "r"}]), ("ReplicaStats", {"running": "x"})])
 def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, tag: str, value: Any) -> None:
     future: Future[Any] = Future()
@@ -517,3 +397,8 @@ def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, 
     lasting._handle("result", [-7, tag, value])
     assert "is not of this version" in str(future.exception(0))
     assert lasting.submit([ids_request("after")])[0].result(60.0).request_id == "after"
+
+
+def test_a_replica_starts_once(lasting: LocalReplica) -> None:
+    with pytest.raises(RuntimeError, match="replica 3 was started before"):
+        lasting.start()

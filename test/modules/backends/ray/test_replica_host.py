@@ -1,10 +1,9 @@
-"""What an actor does, without Ray: a sealed connection, a listener, one toy engine, and drivers that come and go."""
+"""Replicas in Ray, without Ray: names and environments, and what an actor does for drivers that come and go."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import signal
 import socket
@@ -13,19 +12,33 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import ray
+from ray.exceptions import GetTimeoutError
 
+from support.actors import ray_service
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.link import COUNT, LENGTH
+from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray import replica_host as replica_host
+from torchrl_moe.modules.backends.ray.actor import actor_environment
+from torchrl_moe.modules.backends.ray.cluster import (
+    RayService,
+    forwarded_environment,
+    parse_actor_name,
+    parse_group_name,
+    secrets_of_environment,
+)
 from torchrl_moe.modules.backends.ray.replica_host import (
     CHUNK_BYTES,
     NONCE_BYTES,
@@ -37,6 +50,256 @@ from torchrl_moe.modules.backends.ray.replica_host import (
     TamperedError,
     dial,
 )
+
+SOME = RayService(
+    name="my-replica-1",
+    detached=True,
+    num_replicas=12,
+    kind="support.toy_kind",
+    arguments={"model": "m"},
+    resources={"CPU": 1},
+)
+
+
+def test_a_name_is_read_as_it_was_written() -> None:
+    assert SOME.actor_name(11) == "my-replica-1-replica-11"
+    assert parse_actor_name(SOME.actor_name(11)) == ("my-replica-1", 11)
+
+
+@pytest.mark.parametrize("name", ["policy", "a/b", "a replica-1", "größe"])
+def test_a_groups_name_is_read_as_it_was_written(name: str) -> None:
+    service = dataclasses.replace(SOME, name=name, namespace="of/ours")
+    assert parse_group_name(service.group_name(11, "0123abcd")) == ("of/ours", name, 11)
+
+
+def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH"):
+        monkeypatch.setenv(name, "x")
+    environment = forwarded_environment()
+    assert {"VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG"} <= environment.keys()
+    assert not {"VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH"} & environment.keys()
+
+
+def test_access_tokens_are_no_part_of_what_ray_keeps_and_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "VLLM_API_KEY": "key"}
+    settings = {"HF_TOKEN_PATH": "/a/file", "VLLM_MAX_TOKENS": "3"}
+    for name, value in {**tokens, **settings, "GITHUB_TOKEN": "not ours"}.items():
+        monkeypatch.setenv(name, value)
+    assert not tokens.keys() & forwarded_environment().keys()
+    assert settings.items() <= forwarded_environment().items()
+    assert secrets_of_environment() == tokens
+
+
+def test_on_cpus_there_is_a_thread_for_each_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the process that started the node
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    environment = actor_environment(
+        ray_service(name="s", cpus=3.0), {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "there"}
+    )
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert actor_environment(ray_service(name="s", cpus=0.5), {})["OMP_NUM_THREADS"] == "1"
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+class Played:
+    """Notes how Ray is initialised; ``address="auto"`` finds a cluster or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, running: bool = False, found: bool = False) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.found = found
+        monkeypatch.setattr(ray, "is_initialized", lambda: running)
+        monkeypatch.setattr(ray, "init", self.init)
+        monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("Ray was shut down"))
+
+    def init(self, **how: Any) -> None:
+        self.inits.append(how)
+        if how["address"] == "auto" and not self.found:
+            raise ConnectionError("Could not find any running Ray instance")
+
+
+def test_a_ray_that_runs_is_used_as_it_is_and_a_cluster_that_is_found_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for running, inits in ((True, []), (False, [{"address": "auto"}])):
+        played = Played(monkeypatch, running=running, found=True)
+        assert cluster.join_cluster() is False
+        assert played.inits == inits
+
+
+def test_one_is_started_only_where_there_is_none_and_only_if_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch)
+    with pytest.raises(EngineError, match=r"no Ray cluster was found: .* Set RAY_ADDRESS"):
+        cluster.join_cluster(start=False)
+    assert [init["address"] for init in played.inits] == ["auto"]
+    assert cluster.join_cluster() is True
+    assert [init["address"] for init in played.inits] == ["auto", "auto", "local"]
+
+
+def test_a_shortage_tells_a_cluster_too_small_from_one_too_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
+        {"Alive": True, "Resources": {"CPU": 4.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 5.0})
+    full = cluster.shortage({"GPU": 2.0})
+    assert "with {'GPU': 2.0} free" in full
+    assert "2 node(s) have {'GPU': 2.0}; {'GPU': 0.0}; free in total: {'GPU': 0.0}. Others hold them" in full
+    assert "No node is large enough" in cluster.shortage({"GPU": 4.0})
+    assert "No node is large enough" in cluster.shortage({"GPU": 1.0, "CPU": 16.0})
+
+
+ACTORS = [
+    {"name": "b-replica-1", "namespace": "ours"},
+    {"name": "b-replica-0", "namespace": "ours"},
+    {"name": "a-replica-0", "namespace": "ours"},
+    {"name": "a-replica-1", "namespace": "theirs"},
+    {"name": "somebody", "namespace": "ours"},
+]
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Name of an actor -> what it answers to ``describe``: a value, or an error."""
+    answers: dict[str, Any] = {}
+
+    def get(reference: Any, timeout: float) -> Any:
+        if isinstance(answers[reference], Exception):
+            raise answers[reference]
+        service, group_row = answers[reference] if isinstance(answers[reference], tuple) else (answers[reference], "")
+        return SimpleNamespace(service=service, group=SimpleNamespace(id=bytes.fromhex(group_row)))
+
+    def get_actor(name: str, namespace: str) -> Any:
+        assert namespace == "ours"
+        return SimpleNamespace(describe=SimpleNamespace(remote=lambda: name))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: ACTORS)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(cluster, "placement_group_table", dict)
+    return answers
+
+
+def test_a_name_that_is_taken_is_refused_with_those_that_are(actors: dict[str, Any]) -> None:
+    cluster.check_free("c", "ours")
+    cluster.check_free("a", None)  # free in the namespace that is used if none is named
+    with pytest.raises(EngineError, match=r"'b' is running already\. Services in namespace 'ours': 'a' \(1 .*'b' \(2 "):
+        cluster.check_free("b", "ours")
+
+
+def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=r"no service 'c' is running\. Services in namespace 'ours': 'a'.*name='c'"):
+        cluster.find_service("c", "ours")
+    with pytest.raises(EngineError, match=r"None runs in namespace 'empty'"):
+        cluster.find_service("c", "empty")
+    actors["a-replica-0"] = GetTimeoutError("late")
+    with pytest.raises(EngineError, match=r"'a': none of its replicas \[0\] answered within 20 s: late"):
+        cluster.find_service("a", "ours")
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def group_row(name: str, number: int, state: str = "CREATED") -> dict[str, str]:
+    return {"name": name, "state": state, "placement_group_id": f"{number:02x}" * 18}
+
+
+@pytest.fixture
+def groups(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The placement groups of the cluster; those that are removed say so."""
+    rows: list[dict[str, str]] = []
+
+    def remove(handle: Any) -> None:
+        for row in rows:
+            if row["placement_group_id"] == handle.id.hex():
+                row["state"] = "REMOVED"
+
+    monkeypatch.setattr(cluster, "placement_group_table", lambda: {row["placement_group_id"]: row for row in rows})
+    monkeypatch.setattr(cluster, "remove_placement_group", remove)
+    monkeypatch.setattr(cluster, "MAKING_SECONDS", 0.0)
+    return rows
+
+
+def removed(rows: list[dict[str, str]]) -> list[int]:
+    return [int(row["placement_group_id"][:2], 16) for row in rows if row["state"] == "REMOVED"]
+
+
+def test_groups_in_which_no_actor_lies_are_removed_and_no_others(
+    actors: dict[str, Any], groups: list[dict[str, str]]
+) -> None:
+    groups += [
+        group_row("ours/b/0/aaaaaaaa", 1),  # it has an actor
+        group_row("ours/b/7/aaaaaaaa", 2),  # it has none
+        group_row("ours/b/1/aaaaaaaa", 3),  # that of the actor
+        group_row("ours/b/1/bbbbbbbb", 4),  # beside it
+        group_row("theirs/b/7/aaaaaaaa", 5),
+        group_row("ours/c/0/aaaaaaaa", 6),
+        group_row("b-replica-7-aaaaaaaa", 7),  # nobody of ours names them so
+        group_row("ours/b/8/aaaaaaaa", 8, state="PENDING"),
+    ]
+    actors["b-replica-1"] = ray_service(name="b"), groups[2]["placement_group_id"]
+    assert cluster.remove_leftovers("b", "ours") == 3
+    assert removed(groups) == [2, 4, 8]
+    assert cluster.remove_leftovers("b", "ours") == 0
+
+
+def test_who_ends_a_service_asks_those_that_run_and_kills_those_that_wait_for_a_place_at_once(
+    actors: dict[str, Any], groups: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups += [
+        group_row("ours/b/0/aaaaaaaa", 1, state="PENDING"),
+        group_row("ours/b/1/aaaaaaaa", 2, state="PENDING"),
+        group_row("ours/b/1/bbbbbbbb", 3),
+    ]
+    asked, killed = [], []
+
+    def get_actor(name: str, namespace: str) -> Any:
+        return SimpleNamespace(name=name, shut_down=SimpleNamespace(remote=lambda: name))
+
+    def wait(references: list[str], num_returns: int, timeout: float) -> None:
+        assert num_returns == len(references)
+        asked.extend(references)
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "kill", lambda actor: killed.append(actor.name))
+    monkeypatch.setattr(cluster, "GONE_SECONDS", 0.0)
+    cluster.end_service("b", "ours")
+    assert asked == ["b-replica-1"]
+    assert killed == ["b-replica-0", "b-replica-1"]
+    assert removed(groups) == [1, 2, 3]
+
+
+def test_of_two_groups_of_an_actor_that_does_not_answer_none_is_removed(
+    actors: dict[str, Any], groups: list[dict[str, str]]
+) -> None:
+    groups += [group_row("ours/b/0/aaaaaaaa", 1), group_row("ours/b/0/bbbbbbbb", 2)]
+    actors["b-replica-0"] = GetTimeoutError("late")
+    assert cluster.remove_leftovers("b", "ours") == 0
+
+
+def test_a_group_whose_actor_comes_meanwhile_stays(
+    actors: dict[str, Any], groups: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups.append(group_row("ours/b/2/aaaaaaaa", 1))
+    late = {"name": "b-replica-2", "namespace": "ours"}
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: monkeypatch.setitem(ACTORS_BY_NAME, "late", late))
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: [*ACTORS, *ACTORS_BY_NAME.values()])
+    assert cluster.remove_leftovers("b", "ours") == 0
+    assert removed(groups) == []
+
+
+ACTORS_BY_NAME: dict[str, Any] = {}
+
+
+# -- what an actor does ------------------------------------------------------------------------------------------------
+
 
 # -- a sealed connection -----------------------------------------------------------------------------------------------
 
@@ -205,14 +468,6 @@ def listener() -> Iterator[Listener]:
     listener.close()
 
 
-def test_a_wrong_key_stays_outside_and_the_next_one_comes_in(listener: Listener) -> None:
-    with pytest.raises(AuthenticationError):
-        dial(dataclasses.replace(listener.address, key=b"wrong"))
-    with dial(listener.address) as right:
-        right.send([b"hello"])
-        assert right.receive() == [b"hello"]
-
-
 def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener: Listener) -> None:
     def threads() -> int:
         return sum(thread.name == "driver" for thread in threading.enumerate())
@@ -228,26 +483,6 @@ def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener:
         with dial(listener.address) as right:
             right.send([b"hello"])
             assert right.receive() == [b"hello"]
-
-
-def test_an_error_as_somebody_comes_in_leaves_the_door_open(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
-
-    def fail_first(self: socket.socket) -> tuple[socket.socket, object]:
-        if failures:
-            raise OSError(failures.pop(), "as the system said")
-        return accept(self)
-
-    monkeypatch.setattr(socket.socket, "accept", fail_first)
-    for _ in range(3):  # the first one comes in by the accept that waits already
-        with dial(listener.address) as caller:
-            caller.send([b"hello"])
-            assert caller.receive() == [b"hello"]
-    assert failures == []
-    listener.close()
-    until(lambda: not listener._thread.is_alive())
 
 
 def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_silent(
@@ -267,24 +502,6 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
         address = dataclasses.replace(listener.address, port=nobody.getsockname()[1])
         with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
             dial(address)
-
-
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
-def test_what_is_not_received_ends_a_connection_as_silence_does(listener: Listener) -> None:
-    with dial(listener.address) as caller, socket.socket(fileno=caller.fileno()) as end:
-        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        end.detach()
-
-
-def test_a_closed_door_lets_nobody_in_and_leaves_alone_who_is_in(listener: Listener) -> None:
-    with dial(listener.address) as inside:
-        listener.close()
-        listener.close()
-        with pytest.raises(OSError):
-            dial(listener.address)
-        inside.send([b"still here"])
-        assert inside.receive() == [b"still here"]
 
 
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
@@ -390,18 +607,6 @@ def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host:
     assert group(pid) == []
 
 
-def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
-    host = ToyHost(error="no such model", print="SomeError: in the log")
-    early = Driver(host, "early")
-    expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
-    heard = early.hear_all()
-    assert (heard[0][0], heard[1]) == ("tail", expected[1])
-    assert "SomeError: in the log" in heard[0][1]
-    assert Driver(host, "late").hear_all() == heard
-    assert not host.died.is_set()  # one that never served would not do so the next time
-    host.end()
-
-
 def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
     host = ToyHost(sleeper=True)
     driver = Driver(host, "d")
@@ -487,3 +692,21 @@ def test_a_driver_that_sends_what_cannot_be_read_loses_the_engine_alone(host: To
     other.ask("same", (5,))
     assert completed(other.hear()) == {"same": [6]}
     assert not host.died.is_set()
+
+
+def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[str, Any]) -> None:
+    actors["b-replica-0"] = GetTimeoutError("late")
+    actors["b-replica-1"] = service = ray_service(name="b")
+    assert cluster.find_service("b", "ours") == service
+
+
+def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
+    host = ToyHost(error="no such model", print="SomeError: in the log")
+    early = Driver(host, "early")
+    expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
+    heard = early.hear_all()
+    assert (heard[0][0], heard[1]) == ("tail", expected[1])
+    assert "SomeError: in the log" in heard[0][1]
+    assert Driver(host, "late").hear_all() == heard
+    assert not host.died.is_set()  # one that never served would not do so the next time
+    host.end()

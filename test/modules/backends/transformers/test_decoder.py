@@ -1,13 +1,16 @@
-"""Requests that are read, who joins the batch, what is drawn; the batch against the model by itself."""
+"""One answer as it grows, who joins the batch, what is drawn; the batch against the model by itself."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import math
 import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +22,251 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from support.plain import TOLERANCE, answers, check_output, chosen, loaded, log_probs, save, sets, step
 from support.processes import ids_request
 from torchrl_moe._compat_transformers import cache_argument
+from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionMetrics, CompletionOutput, KeptIds, Scoring, nothing_yet
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, LockedTokenizer, read_sampling
+from torchrl_moe.modules.backends.transformers import answer as sampling
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, LockedTokenizer, Sampling, read_sampling
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, Sampler
 from torchrl_moe.modules.backends.transformers.loading import Loaded, _decoder
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+TOKENIZER = ByteTokenizer()
+
+
+def test_text_becomes_ids_and_ids_become_text() -> None:
+    words = LockedTokenizer(TOKENIZER)
+    assert words.encode("Hi") == [72, 105]
+    stream = words.stream([72, 105], True)
+    assert [stream.step(token) for token in (33, 0xC3, 0xA9, 65)] == ["!", "", "é", "A"]  # é has two bytes
+    assert stream.step(TOKENIZER.eos_token_id) == ""
+    assert stream.step(5000) == ""  # a model may have more words than its tokenizer
+    assert words.stream([5000, 72], True).step(65) == "A"
+    shown = words.stream([], False)
+    assert shown.step(TOKENIZER.eos_token_id) == TOKENIZER.eos_token
+
+
+@pytest.mark.parametrize(("named", "more"), [(None, set()), (7, {7}), ([TOKENIZER.eos_token_id, 7, 9], {7, 9})])
+def test_the_models_own_configuration_may_name_more_tokens_that_end(named: object, more: set[int]) -> None:
+    words = LockedTokenizer(TOKENIZER, SimpleNamespace(eos_token_id=named))
+    assert words.eos == TOKENIZER.eos_token_id
+    assert words.more_eos == more
+
+
+# -- sampling parameters -----------------------------------------------------------------------------------------------
+
+
+def vllm_fields() -> dict[str, Any]:
+    """Field -> default of vLLM's ``SamplingParams``, read from its source, where that is a literal."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "sampling_params.py").read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    named = {node.target.id: node.value for node in fields if not node.target.id.startswith("_")}  # type: ignore[union-attr]
+    return {name: value.value if isinstance(value, ast.Constant) else ... for name, value in named.items()}
+
+
+@pytest.mark.needs_vllm
+def test_each_field_of_vllms_is_served_or_refused_or_changes_nothing() -> None:
+    fields = vllm_fields()
+    known = sampling.KNOWN | sampling.REFUSED.keys() | sampling.WITHOUT_EFFECT
+    assert fields.keys() - known == set()
+    same = {name: value for name, value in fields.items() if name in sampling.KNOWN}
+    ours = {name: getattr(Sampling(), name) for name in same}
+    ours |= {"stop": None, "stop_token_ids": None, "logprobs": None}
+    assert ours == same
+
+
+@pytest.mark.needs_vllm
+def test_all_defaults_of_vllms_may_be_given() -> None:
+    """As they are when a user passes a ``SamplingParams``."""
+    given = {name: value for name, value in vllm_fields().items() if value is not ...}
+    assert read_sampling({**given, "stop": [], "output_kind": 2, "bad_words": []}) == Sampling()
+    assert read_sampling(None) == Sampling()
+
+
+def test_what_means_the_same_is_the_same() -> None:
+    assert read_sampling({"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}) == Sampling(temperature=0.0)
+    for low in (1e-3, 1e-6, 5e-324):  # as vLLM raises them; only 0 is greedy
+        assert read_sampling({"temperature": low, "top_k": 5}) == Sampling(temperature=0.01, top_k=5)
+    assert read_sampling({"top_k": -1, "seed": -1, "stop": "x"}) == Sampling(stop=("x",))
+    assert read_sampling({"logprobs": 0}).logprobs
+    assert not read_sampling({"logprobs": None}).logprobs
+    assert read_sampling({"max_tokens": None}).max_tokens is None
+    assert [read_sampling(one).leaves_ids_out for one in ({}, {"top_k": 5}, {"temperature": 0, "top_k": 5})] == [
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"bad_words": ["a"]}, "does not serve bad_words=.*; vLLM does"),
+        ({"logit_bias": {1: 2.0}}, "does not serve logit_bias"),
+        ({"structured_outputs": {"regex": "a"}}, "does not serve structured_outputs"),
+        ({"nonsense": 1}, "unknown nonsense; known: detokenize, frequency_penalty"),
+        ({"stop": [""]}, "stop.* must be "),
+        ({"stop": b"x"}, "stop.* must be "),
+        ({"top_p": 0}, "top_p.* must be "),  # the service's checks, see its tests
+        ({"logprobs": 5}, "logprobs=5: a completion has the log-probs of its sampled tokens only"),
+        ({"temperature": "hot"}, "sampling_params: "),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 is more than max_tokens=4"),
+        ({"n": 2, "temperature": 0}, "n=2 with temperature=0 would give one answer several times"),
+        ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True"),
+        ("greedy", "must be a mapping, got str"),
+    ],
+)
+def test_what_is_invalid_or_not_served_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_sampling(spec)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+EOS = TOKENIZER.eos_token_id
+LOCKED = LockedTokenizer(TOKENIZER)
+LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+NOTHING = np.empty(0, np.int32)
+
+
+def growing(max_model_len: int = 100, layout: RoutingLayout | None = LAYOUT, index: int = 0, **params: Any) -> Answer:
+    return Answer([1, 2, 3], read_sampling(params), index, LOCKED, max_model_len, layout)
+
+
+def grow(one: Answer, tokens: Any, version: int = 0, step: Any = NOTHING) -> Answer:
+    """Add tokens, or the bytes of a text, until it ends."""
+    for token in tokens.encode() if isinstance(tokens, str) else tokens:
+        if one.finish_reason is None:
+            one.add(Draw(token, -float(token), np.array(step, np.int32)), version)
+    return one
+
+
+def row(*experts: int) -> Any:
+    """A row of the second layer; the first is dense."""
+    return [[-1, -1], list(experts)]
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "count", "reason", "stop_reason", "text"),
+    [
+        ({"max_tokens": 3}, "abcd", 3, "length", None, "abc"),
+        ({}, [97, EOS, 98], 2, "stop", None, "a"),
+        ({"ignore_eos": True, "max_tokens": 3}, [97, EOS, 98], 3, "length", None, "ab"),
+        ({"stop_token_ids": [99]}, "abcd", 3, "stop", 99, "ab"),
+        ({"stop_token_ids": [99], "include_stop_str_in_output": True}, "abcd", 3, "stop", 99, "abc"),
+        ({"stop": "bc"}, "abcd", 3, "stop", "bc", "a"),
+        ({"stop": ["cd", "bcd"]}, "abcd", 4, "stop", "bcd", "a"),  # of two that end together the longer begins first
+        ({"stop": "bc", "include_stop_str_in_output": True}, "abcd", 3, "stop", "bc", "abc"),
+        ({"stop": "é"}, "aéb", 3, "stop", "é", "a"),  # the second of its two bytes ends it
+        ({"stop": "b", "min_tokens": 2}, "abcb", 4, "stop", "b", "abc"),  # the first came too early
+        ({"stop": "b", "max_tokens": 2}, "ab", 2, "stop", "b", "a"),  # as the last one that there may be
+        ({"max_tokens": 2}, [97, EOS], 2, "stop", None, "a"),
+        ({"detokenize": False, "max_tokens": 2}, "ab", 2, "length", None, ""),
+        ({"max_tokens": 2}, [97, 0xC3], 2, "length", None, "a"),  # half a character is not shown
+        ({"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 1}, [EOS], 1, "length", None, "<eos>"),
+    ],
+)
+def test_an_answer_ends(
+    params: dict[str, Any], tokens: Any, count: int, reason: str, stop_reason: Any, text: str
+) -> None:
+    output = grow(growing(**params), tokens).output(True)
+    assert len(output.token_ids) == count
+    assert (output.finish_reason, output.stop_reason) == (reason, stop_reason)
+    assert output.text.replace(TOKENIZER.eos_token, "<eos>") == text
+
+
+def test_it_ends_where_the_model_does() -> None:
+    one = grow(growing(max_model_len=7, max_tokens=None), "abcdefgh")
+    assert (len(one.tokens), one.finish_reason, one.longest) == (4, "length", 7)
+    assert growing(max_model_len=7, max_tokens=2).longest == 5
+
+
+# -- what is known of its tokens --------------------------------------------------------------------------------------
+
+
+def test_rows_are_of_all_tokens_but_the_last_as_engines_give_them() -> None:
+    one = growing()
+    assert one.output(True).routed_experts is None  # nothing was generated
+    one.add_rows(np.array([row(0, 1), row(2, 3), row(4, 5)], np.int16))
+    grow(one, [10])
+    one.add_rows(np.array([row(6, 7)], np.int16))
+    grow(one, [11])
+    rows = one.output(True).routed_experts
+    assert rows is not None
+    assert rows.dtype == np.uint8
+    assert rows.tolist() == [[[0, 0], pair] for pair in ([0, 1], [2, 3], [4, 5], [6, 7])]
+    assert one.output(False).routed_experts is None
+    assert growing(layout=None).output(True).routed_experts is None
+
+
+# -- reading again ----------------------------------------------------------------------------------------------------
+
+
+def given(**fields: Any) -> CompletionOutput:
+    defaults: dict[str, Any] = {
+        "index": 0,
+        "token_ids": np.array([97, 0xC3]),
+        "text": "a",
+        "finish_reason": "abort",
+        "policy_versions": np.array([1, 2], np.int32),
+        "logprobs": np.array([-0.5, -1.5], np.float32),
+        "routed_experts": np.array([[[0, 0], [0, 1]]] * 4, np.uint8),
+        "kept": KeptIds(np.array([97], np.int32), np.array([1, 0], np.int32)),
+    }
+    return CompletionOutput(**{**defaults, **fields})
+
+
+def test_it_continues_from_what_there_was() -> None:
+    one = growing(logprobs=0, max_tokens=4, stop="éb")
+    one.go_on_from(given())
+    one.note_read()
+    rows = one.rows_to_follow()
+    assert rows is not None
+    assert rows[:, 0].tolist() == [[-1, -1]] * 5  # 0 on a dense layer is no route
+    assert rows[:, 1].tolist() == [[0, 1]] * 4 + [[-1, -1]]
+    one.add_rows(np.array([row(7, 7)] * 4 + [row(2, 3)], np.int16))
+    grow(one, [0xA9], 5, [0, 0xA9, 1])
+    one.add_rows(np.array([row(4, 5)], np.int16))
+    output = grow(one, [98], 5).output(True)
+    assert output.token_ids.tolist() == [97, 0xC3, 0xA9, 98]
+    assert output.policy_versions.tolist() == [1, 2, 5, 5]
+    assert output.logprobs is not None
+    assert output.logprobs.tolist() == [-0.5, -1.5, -0xA9, -98]
+    assert output.kept is not None
+    assert (output.kept.ids.tolist(), output.kept.sizes.tolist()) == ([97, 0xA9, 1], [1, 0, 2, 0])
+    assert output.routed_experts is not None
+    assert output.routed_experts[:, 1].tolist() == [[0, 1]] * 4 + [[2, 3], [4, 5]]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "éb")  # across the cut
+    assert output.resume == "forced"
+
+
+def test_what_had_no_routes_and_log_probs_continues_without() -> None:
+    one = growing(logprobs=0)
+    one.go_on_from(given(routed_experts=None, logprobs=None, kept=None))
+    one.note_read()
+    assert one.rows_to_follow() is None
+    one.add_rows(np.array([row(0, 1)] * 5, np.int16))
+    output = grow(one, [98]).output(True)
+    assert output.routed_experts is output.logprobs is output.kept is None
+    assert (output.resume, len(output.token_ids)) == ("live", 3)
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
+
 
 # -- a request that is read --------------------------------------------------------------------------------------------
 
@@ -101,12 +343,6 @@ def test_what_cannot_be_served_is_refused(plain: Loaded, fields: dict[str, Any],
         plain.reader(ids_request("a", ids, **fields))
 
 
-def test_a_sequence_to_score_may_be_as_long_as_the_model_takes(plain: Loaded) -> None:
-    assert plain.reader(ids_request("a", list(range(128)), scoring=Scoring())).prompt_ids == list(range(128))
-    with pytest.raises(ValueError, match="1 to 128 tokens, got 129"):
-        plain.reader(ids_request("a", list(range(129)), scoring=Scoring()))
-
-
 def test_what_never_fits_is_refused(plain: Loaded) -> None:
     arguments = replace(plain.arguments, kv_cache_memory_bytes=10 * plain.decoder.token_bytes)
     reader = replace(plain.reader, arguments=arguments)
@@ -118,14 +354,14 @@ def test_what_never_fits_is_refused(plain: Loaded) -> None:
 # -- what is drawn -----------------------------------------------------------------------------------------------------
 
 
-LOCKED = LockedTokenizer(ByteTokenizer())
+LOCKED_WORDS = LockedTokenizer(ByteTokenizer())
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(PROBABILITIES).log()
 
 
 def drawing(count: int, prompt: list[int] | None = None, **params: Any) -> list[Answer]:
     sampling = read_sampling({"logprobs": 0, **params})
-    return [Answer(prompt or [0], sampling, 0, LOCKED, 100, None) for _ in range(count)]
+    return [Answer(prompt or [0], sampling, 0, LOCKED_WORDS, 100, None) for _ in range(count)]
 
 
 def draw(count: int = 1, seed: int = 0, logits: Tensor = LOGITS, **params: Any) -> list[Draw]:
@@ -181,23 +417,14 @@ def test_a_greedy_token_is_the_likeliest_and_its_log_prob_is_of_temperature_one(
     assert penalised.log_prob == pytest.approx(math.log(0.3 / 0.76), abs=1e-5)
 
 
-def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> None:
-    (one,) = drawing(1, temperature=0, frequency_penalty=0.5, presence_penalty=0.25)
-    one.tokens += [0, 0, 3]
-    (drawn,) = Sampler(torch.device("cpu"), 0)(LOGITS[None], [one])
-    left = [0.4 * math.exp(-1.25), 0.3, 0.2, 0.1 * math.exp(-0.75)]
-    assert drawn.token == 1
-    assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)
-
-
 def test_words_are_masked_until_there_are_enough_tokens() -> None:
-    logits = torch.zeros(LOCKED.eos + 1)  # type: ignore[operator]
-    logits[LOCKED.eos] = 100.0
+    logits = torch.zeros(LOCKED_WORDS.eos + 1)  # type: ignore[operator]
+    logits[LOCKED_WORDS.eos] = 100.0
     (one,) = draw(logits=logits, min_tokens=1, stop_token_ids=[5, 100_000])  # the model has no such word
-    assert one.step.tolist() == [0, ~5, ~LOCKED.eos]  # type: ignore[operator]
-    assert one.log_prob == pytest.approx(-math.log(LOCKED.eos - 1), abs=1e-4)  # type: ignore[operator]
+    assert one.step.tolist() == [0, ~5, ~LOCKED_WORDS.eos]  # type: ignore[operator]
+    assert one.log_prob == pytest.approx(-math.log(LOCKED_WORDS.eos - 1), abs=1e-4)  # type: ignore[operator]
     (free,) = draw(logits=logits, min_tokens=0)
-    assert free.token == LOCKED.eos
+    assert free.token == LOCKED_WORDS.eos
 
 
 def test_rows_that_sample_differently_do_not_mix() -> None:
@@ -209,38 +436,6 @@ def test_rows_that_sample_differently_do_not_mix() -> None:
     assert [len(drawn[i].step) for i in (0, 1, 2)] == [0, 0, 2]
     for i in (0, 3, 6):
         assert drawn[i].log_prob == pytest.approx(math.log(PROBABILITIES[drawn[i].token]), abs=1e-5)
-
-
-def test_the_engines_seed_begins_the_noise_again() -> None:
-    sampler = Sampler(torch.device("cpu"), 3)
-
-    def tokens() -> list[int]:
-        return [one.token for one in sampler(LOGITS.repeat(50, 1), drawing(50))]
-
-    first, second = tokens(), tokens()
-    assert first != second
-    sampler.seed(3)
-    assert tokens() == first
-
-
-def test_half_precision_logits_are_drawn_from_in_float32() -> None:
-    (one,) = draw(logits=LOGITS.bfloat16())
-    exact = LOGITS.bfloat16().float().log_softmax(-1)[one.token].item()
-    assert one.log_prob == pytest.approx(exact, abs=1e-6)
-    assert np.float32(one.log_prob) != np.float32(torch.tensor(exact).bfloat16().item())
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"repetition_penalty": 2}, {"repetition_penalty": np.float32(2)}, {"min_p": np.float32(0.1)}, {"min_p": 1}],
-)
-def test_a_number_of_any_kind_is_one(params: dict[str, Any]) -> None:
-    """Transformers' own processors want a float, and an error here would end the engine."""
-    (ours,), (theirs,) = (
-        draw(**params),
-        draw(**{name: (int if name == "top_k" else float)(value) for name, value in params.items()}),
-    )
-    assert (ours.token, ours.log_prob) == (theirs.token, theirs.log_prob)
 
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
@@ -409,22 +604,6 @@ def test_other_families_are_decoded_alike(family: str, config: dict[str, Any], t
         assert answer.output(True).logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_in_bfloat16_routes_and_log_probs_fit_each_other(plain_folder: Path) -> None:
-    """A pass that replays the routes comes as near as rounding lets it."""
-    engine = loaded(plain_folder, dtype="bfloat16")
-    some = [answers(engine, range(65, 65 + count), GREEDY)[0] for count in (3, 9)]
-    step(engine, *some, times=8)
-    for answer in some:
-        output = answer.output(True)
-        assert output.routed_experts is not None
-        rows = torch.from_numpy(np.concatenate([output.routed_experts, np.zeros((1, 4, 4))]).astype(np.int16))[None]
-        rows[:, :, 0], rows[:, -1] = -1, -1
-        with torch.no_grad(), engine.decoder.replay.replay(rows):  # type: ignore[union-attr]
-            logits = engine.decoder.model(torch.tensor([answer.ids])).logits[0].float()
-        expected = chosen(logits.log_softmax(-1)[len(answer.prompt_ids) - 1 : -1], answer)
-        assert output.logprobs == pytest.approx(expected, abs=0.15)
-
-
 class Blind(torch.nn.Module):
     """A model whose pads are seen."""
 
@@ -448,3 +627,22 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ValueError, match="cannot serve MambaForCausalLM"):  # some releases fail in the forward pass
         _decoder(model, None, Sampler(torch.device("cpu"), 0))
+
+
+def test_a_tokenizer_without_the_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a fast tokenizer, got SimpleNamespace"):
+        LockedTokenizer(SimpleNamespace(eos_token_id=None))
+
+
+def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> None:
+    (one,) = drawing(1, temperature=0, frequency_penalty=0.5, presence_penalty=0.25)
+    one.tokens += [0, 0, 3]
+    (drawn,) = Sampler(torch.device("cpu"), 0)(LOGITS[None], [one])
+    left = [0.4 * math.exp(-1.25), 0.3, 0.2, 0.1 * math.exp(-0.75)]
+    assert drawn.token == 1
+    assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)
+
+
+def test_an_answer_that_is_full_cannot_continue() -> None:
+    with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
+        growing(index=3, max_tokens=2).go_on_from(given())

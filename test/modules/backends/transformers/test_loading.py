@@ -1,21 +1,101 @@
-"""Models that are loaded and tried, and those that are refused."""
+"""Plain transformers as a kind of engine: its arguments, and the models that are loaded, tried and refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import torchrl_moe
 from support.plain import loaded, save
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
+from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.transformers import loading
+from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
 from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
+from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args, seeded
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
+
+
+def test_arguments_that_say_what_the_engine_does_anyway_are_left_out() -> None:
+    given = {
+        "model": "m",
+        "tensor_parallel_size": 1,
+        "compilation_config": {"mode": 0},
+        "enforce_eager": True,
+        "enable_lora": False,
+        "seed": 3,
+    }
+    assert arguments_of(given) == {"model": "m", "seed": 3}
+    assert arguments_of({"model": "m", "dtype": torch.bfloat16}) == {"model": "m", "dtype": "bfloat16"}
+    built = build_engine_args({"model": "m", "max_model_len": 64})
+    assert (built.max_model_len, built.max_num_seqs, built.dtype) == (64, 128, "auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "has no tensor_parallel_size=2: a replica computes on one device; raise num_rep"),
+        ({"enable_lora": True}, "serves no adapters; send merged weights"),
+        ({"enable_prefix_caching": True}, "there is no prefix cache"),
+        ({"hf_overrides": {"head_dtype": "float32"}}, "enable_fp32_output is vLLM's"),
+        ({"enable_sleep_mode": True}, "the model stays in memory"),
+        ({"logprobs_mode": "raw_logprobs"}, "of the distribution that was sampled from"),
+        ({"gpu_memory_utilization": 0.5}, "limit it by kv_cache_memory_bytes"),
+        ({"no_such_thing": 1}, "has no no_such_thing=1: it knows model, tokenizer, dtype"),
+        ({"dtype": "int8"}, "dtype must be one of auto, float32"),
+        ({"router_dtype": "bfloat16"}, "router_dtype must be one of auto, float32"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, priority"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
+        ({"max_model_len": "abc"}, "max_model_len must be an integer of at least 1, got 'abc'"),
+        ({"model": ""}, "engine_args names no model"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        arguments_of({"model": "m", **given})
+
+
+def test_each_replica_has_a_seed_of_its_own() -> None:
+    assert seeded({"model": "m", "seed": 5}, 0) == {"model": "m", "seed": 5}
+    assert seeded({"model": "m", "seed": 5}, 2)["seed"] == 7
+    assert seeded({"model": "m"}, 1)["seed"] == 1
+
+
+# -- the kind ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
+    assert find_kind("torchrl_moe.modules.backends.transformers.transformers_arguments") is kind
+    wanted = {*EngineKind.__annotations__, *(name for name in vars(EngineKind) if not name.startswith("_"))}
+    assert wanted <= {*vars(kind)}
+    path = Path(torchrl_moe.__file__).parents[1].joinpath(*kind.PROGRAM.split(".")).with_suffix(".py")
+    assert {"def preload(", "def run(", "def main("} <= {
+        line.partition("(")[0] + "(" for line in path.read_text().splitlines()
+    }
+
+
+def test_its_program_runs_by_itself_where_nothing_may_fork_it(
+    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a Ray actor."""
+    monkeypatch.setattr(kind, "reason_not_to_fork", lambda environment: "of the tests")
+    replica = LocalReplica(0, kind, {"model": str(plain_folder)}, kind.engine_environment())
+    replica.start()
+    try:
+        assert replica.wait_ready(240.0).model == str(plain_folder)
+    finally:
+        replica.shutdown()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 def test_it_says_what_it_is(plain: Loaded, plain_folder: Path) -> None:
@@ -50,13 +130,6 @@ def test_routers_are_held_in_float32_if_they_are_asked_to(
     model: Any = loaded(plain_folder, dtype="bfloat16", router_dtype=router_dtype).decoder.model
     assert {layer.mlp.gate.weight.dtype for layer in model.model.layers[1:]} == {held}
     assert model.lm_head.weight.dtype == torch.bfloat16
-
-
-def test_routes_may_be_left_out(plain_folder: Path) -> None:
-    engine = loaded(plain_folder, enable_return_routed_experts=False, dtype="bfloat16")
-    assert engine.info.layout is None
-    assert engine.decoder.replay is None
-    assert engine.info.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +167,25 @@ def test_a_model_whose_forward_pass_wants_another_cache_is_refused(tmp_path: Pat
         loaded(tmp_path)
 
 
+def test_the_models_own_ends_are_known(tmp_path: Path) -> None:
+    model = make_tiny_moe("qwen3_moe")
+    model.generation_config.eos_token_id = [258, 10]
+    model.save_pretrained(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
+    words = loaded(tmp_path).reader.tokenizer
+    assert (words.eos, words.more_eos) == (258, {10})
+
+
+def test_positions_that_turn_by_other_angles_in_longer_batches_are_refused(tmp_path: Path) -> None:
+    """Longrope: one long answer would change what is computed for all others, and for its own keys."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    folder = save(tmp_path, "qwen3", rope_parameters=rope)
+    with pytest.raises(ValueError, match="once a sequence of the batch is longer than 64: pass max_model_len=64"):
+        loaded(folder)
+    assert loaded(folder, max_model_len=64).info.max_model_len == 64
+
+
 def test_a_model_whose_routes_cannot_be_recorded_may_be_served_without(
     plain_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,20 +210,6 @@ def test_routers_of_different_sizes_have_no_layout() -> None:
         layout_of(Replay())  # type: ignore[arg-type]
 
 
-def test_the_models_own_ends_are_known(tmp_path: Path) -> None:
-    model = make_tiny_moe("qwen3_moe")
-    model.generation_config.eos_token_id = [258, 10]
-    model.save_pretrained(tmp_path)
-    ByteTokenizer().save_pretrained(tmp_path)
-    words = loaded(tmp_path).reader.tokenizer
-    assert (words.eos, words.more_eos) == (258, {10})
-
-
-def test_positions_that_turn_by_other_angles_in_longer_batches_are_refused(tmp_path: Path) -> None:
-    """Longrope: one long answer would change what is computed for all others, and for its own keys."""
-    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
-    folder = save(tmp_path, "qwen3", rope_parameters=rope)
-    with pytest.raises(ValueError, match="once a sequence of the batch is longer than 64: pass max_model_len=64"):
-        loaded(folder)
-    assert loaded(folder, max_model_len=64).info.max_model_len == 64
+def test_objects_of_vllms_are_refused() -> None:
+    with pytest.raises(TypeError, match="takes its arguments as a mapping, got SimpleNamespace"):
+        arguments_of(SimpleNamespace(model="m"))

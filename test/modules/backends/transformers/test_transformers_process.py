@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
@@ -21,7 +20,7 @@ from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
-from support.plain import TOLERANCE, Bench, check_output, loaded, serve, sets
+from support.plain import TOLERANCE, Bench, check_output, loaded, serve
 from support.processes import ids_request
 from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
@@ -35,32 +34,9 @@ from torchrl_moe.modules.backends.transformers.transformers_process import Engin
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreWriter
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
-from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
 # -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
-    async def script(bench: Bench) -> None:
-        bench.start("a")
-        bench.start("b", [70], params={"n": 3, "max_tokens": 2})
-        bench.start("bad", params={"logit_bias": {1: 1.0}})
-        bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
-        await bench.until(lambda: len(bench.sent) == 3)
-
-    bench = serve(plain, script)
-    assert list(bench.refused) == ["bad"]
-    assert [len(output.token_ids) for output in bench.sent["b"].outputs] == [2, 2, 2]
-    assert bench.sent["a"].outputs[0].finish_reason == "length"
-    scores = bench.sent["s"].prompt_logprobs
-    assert scores is not None
-    assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
-    assert bench.requests.counts == {"requests": 3, "completions": 4, "prompt_tokens": 6, "generated_tokens": 8 + 6}
-    metrics = bench.sent["a"].metrics
-    assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
-    assert bench.requests.seconds >= metrics.total_seconds
-    assert (bench.requests.load.running, bench.requests.load.waiting, len(bench.requests)) == (0, 0, 0)
-    assert bench.requests.load.tokens == 14
 
 
 def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
@@ -91,31 +67,6 @@ def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
         assert len(bench.sent["a"].outputs[0].token_ids) == 2
 
     serve(plain, script)
-
-
-def test_what_is_cut_continues_as_if_it_never_was(plain: Loaded) -> None:
-    params = {"temperature": 0.0, "max_tokens": 12}
-
-    async def script(bench: Bench) -> None:
-        bench.start("whole", [65, 66, 67], params=params)
-        await bench.until(lambda: bench.sent)
-        bench.start("a", [65, 66, 67], params=params)
-        await bench.tokens("a", 3)
-        bench.requests.abort(["a"])
-        await bench.until(lambda: "a" in bench.sent)
-        bench.start("b", [65, 66, 67], params=params, resume=bench.sent["a"])
-        await bench.until(lambda: "b" in bench.sent)
-
-    bench = serve(plain, script)
-    whole, again = bench.sent["whole"].outputs[0], bench.sent["b"].outputs[0]
-    assert bench.sent["a"].outputs[0].finish_reason == "abort"
-    assert again.token_ids.tolist() == whole.token_ids.tolist()
-    assert again.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE)
-    assert again.routed_experts is not None
-    assert whole.routed_experts is not None
-    assert (np.sort(again.routed_experts, -1) == np.sort(whole.routed_experts, -1)).all()
-    assert (again.text, again.resume) == (whole.text, "forced")
-    assert bench.requests.counts["generated_tokens"] == 12 + 12
 
 
 # -- pauses -----------------------------------------------------------------------------------------------------------
@@ -219,12 +170,6 @@ def test_a_model_gets_a_checkpoints_weights_and_stays_itself(family: str, config
         if tensor.is_floating_point():
             tensor.fill_(7)
     assert same(state(model), state(wanted))
-
-
-def test_weights_are_cast_to_what_the_model_computes_in() -> None:
-    model = make_tiny_moe("qwen3_moe", dtype=torch.bfloat16)
-    exchange(model, others(), {})
-    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
 
 
 def test_weights_of_another_model_change_nothing() -> None:
@@ -342,26 +287,6 @@ def test_other_transports_are_refused_by_name(engine: Loaded, transport: str, hi
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
 
 
-def test_several_replicas_stand_behind_one_service(second_engine: AsyncVLLM) -> None:
-    assert [info.engine_version.split()[0] for info in second_engine.infos] == ["transformers"] * 2
-    ids = [70, 71, 72]
-    one, two = (second_engine.generate(ids, GREEDY, actor_index=i, use_tqdm=False) for i in (0, 1))
-    assert [one.metrics.replica, two.metrics.replica] == [0, 1]
-    assert one.outputs[0].token_ids.tolist() == two.outputs[0].token_ids.tolist()
-    sampled = {"max_tokens": 30, "ignore_eos": True}
-    noisy = [second_engine.generate(ids, sampled, actor_index=i, use_tqdm=False).outputs[0] for i in (0, 1)]
-    assert noisy[0].token_ids.tolist() != noisy[1].token_ids.tolist()  # each has a seed of its own
-    seeded = [
-        second_engine.generate(ids, {**sampled, "seed": 3}, actor_index=i, use_tqdm=False).outputs[0] for i in (0, 1)
-    ]
-    assert seeded[0].token_ids.tolist() == seeded[1].token_ids.tolist()
-    many = second_engine.generate([ids] * 6, {**sampled, "n": 2}, use_tqdm=False)
-    assert {completion.metrics.replica for completion in many} == {0, 1}
-    assert all(len(completion.outputs) == 2 for completion in many)
-    assert second_engine.get_tokenizer().encode("Hi") == [72, 105]
-    assert second_engine.get_model_metadata() == get_model_metadata(make_tiny_moe("qwen3_moe"))
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_p": 0.9, "top_k": 40, "temperature": 0.8}])
 @torch.no_grad()
 def test_rollouts_are_what_the_trainer_scores_with_their_experts(
@@ -383,20 +308,6 @@ def test_rollouts_are_what_the_trainer_scores_with_their_experts(
         assert (routes[-1] == -1).all()
         assert (routes[:, 0] == -1).all()
         assert (routes[:-1, 1:] >= 0).all()
-
-
-def test_experts_are_followed_and_tokens_are_scored(second_engine: AsyncVLLM) -> None:
-    ids = [70, 71, 72, 73]
-    own = second_engine.generate(ids, GREEDY, use_tqdm=False).outputs[0].routed_experts
-    assert own is not None
-    rows = (own[:4].astype(np.int8) + 1) % 16
-    rows[:, 0] = -1
-    forced = second_engine.generate(ids, GREEDY, routed_experts=rows, use_tqdm=False).outputs[0].routed_experts
-    assert forced is not None
-    assert (sets(forced[:4, 1:]) == sets(rows[:, 1:])).all()
-    free, followed = second_engine.score([ids, ids], routed_experts=[None, rows])
-    assert free.shape == followed.shape == (4,)
-    assert not torch.equal(free[1:], followed[1:])
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -533,3 +444,26 @@ def test_a_model_that_fails_ends_the_process_with_its_words(plain: Loaded, monke
     assert [message for message in sent if message[0] != "stats"] == [
         ("died", "", "its engine failed: RuntimeError: out of memory")
     ]
+
+
+def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
+    async def script(bench: Bench) -> None:
+        bench.start("a")
+        bench.start("b", [70], params={"n": 3, "max_tokens": 2})
+        bench.start("bad", params={"logit_bias": {1: 1.0}})
+        bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
+        await bench.until(lambda: len(bench.sent) == 3)
+
+    bench = serve(plain, script)
+    assert list(bench.refused) == ["bad"]
+    assert [len(output.token_ids) for output in bench.sent["b"].outputs] == [2, 2, 2]
+    assert bench.sent["a"].outputs[0].finish_reason == "length"
+    scores = bench.sent["s"].prompt_logprobs
+    assert scores is not None
+    assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
+    assert bench.requests.counts == {"requests": 3, "completions": 4, "prompt_tokens": 6, "generated_tokens": 8 + 6}
+    metrics = bench.sent["a"].metrics
+    assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
+    assert bench.requests.seconds >= metrics.total_seconds
+    assert (bench.requests.load.running, bench.requests.load.waiting, len(bench.requests)) == (0, 0, 0)
+    assert bench.requests.load.tokens == 14

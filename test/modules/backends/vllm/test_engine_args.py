@@ -1,12 +1,13 @@
-"""vLLM as a kind of engine: its processes' environment; arguments as they are passed, added and refused."""
+"""vLLM as a kind of engine: its processes' environment, its arguments, its routers in float32."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import site
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 import torchrl_moe
+from support.engines import EngineShelf, start_engine
 from torchrl_moe import _compat
 from torchrl_moe.cli.services import started
 from torchrl_moe.data import RoutingLayout
@@ -26,16 +29,22 @@ from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
 from torchrl_moe.modules.backends.vllm import engine_args
 from torchrl_moe.modules.backends.vllm import engine_args as kind
 from torchrl_moe.modules.backends.vllm.engine_args import (
+    ROUTER_DTYPE,
     WORKER_EXTENSION,
     arguments_of,
     build_engine_args,
     check_vllm,
     devices_per_replica,
     engine_environment,
-    reason_not_to_fork,
     seeded,
 )
+from torchrl_moe.modules.backends.vllm.engine_process import check_routers
+from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+
+pytestmark = pytest.mark.needs_vllm
+
 
 # -- the environment ---------------------------------------------------------------------------------------------------
 
@@ -72,12 +81,6 @@ def test_an_installed_package_leaves_the_users_paths_alone(monkeypatch: pytest.M
     assert engine_environment()["PYTHONPATH"] == "theirs"
 
 
-def test_many_replicas_on_few_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert engine_environment(num_replicas=8)["OMP_NUM_THREADS"] == "1"
-
-
 def test_on_gpus_the_replica_sees_its_own_devices_and_cpu_settings_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,11 +99,6 @@ def test_an_engine_is_no_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) ->
         assert name not in engine_environment()
     monkeypatch.setenv("OF_RANK", "1")
     assert engine_environment()["OF_RANK"] == "1"
-
-
-def test_a_users_setting_keeps_processes_from_being_forked() -> None:
-    assert reason_not_to_fork({}) == reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}) == ""
-    assert reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) == "VLLM_WORKER_MULTIPROC_METHOD=spawn is set"
 
 
 def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
@@ -171,18 +169,6 @@ def test_of_vllms_own_object_only_what_differs_from_its_defaults(kind: str) -> N
     assert arguments_of(given) == {"model": "m", "max_model_len": 8, "enforce_eager": True}
 
 
-@pytest.mark.parametrize("given", ["path", None, ["model"], RoutingLayout, SimpleNamespace(model="m")])
-def test_anything_else_is_a_type_error_that_names_the_other_way(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a mapping or vllm\.AsyncEngineArgs, got .*from_pretrained"):
-        arguments_of(given)
-
-
-@pytest.mark.parametrize("given", [{}, {"max_model_len": 8}, {"model": None}, {"model": ""}])
-def test_a_model_must_be_named(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="names no model: set 'model'"):
-        arguments_of(given)
-
-
 @pytest.mark.parametrize(
     ("arguments", "devices"),
     [
@@ -233,24 +219,6 @@ def test_defaults_of_ours(moe: str) -> None:
     assert built.enable_log_requests is False  # a line per request is no log
     assert built.disable_log_stats is True
     assert built.use_tqdm_on_load is False
-
-
-def test_defaults_are_replaced_by_what_the_user_gives(moe: str) -> None:
-    theirs = {"logprobs_mode": "raw_logprobs", "enable_prefix_caching": False, "enable_return_routed_experts": False}
-    built = build_engine_args({"model": moe, **theirs})
-    assert {name: getattr(built, name) for name in theirs} == theirs
-
-
-def test_the_worker_extension_is_where_the_argument_says() -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
-
-    assert resolve_obj_by_qualname(WORKER_EXTENSION) is WorkerExtension
-
-
-def test_a_dense_model_captures_nothing(dense: str) -> None:
-    assert build_engine_args({"model": dense}).enable_return_routed_experts is False
 
 
 def test_capture_asked_of_a_dense_model_is_refused(dense: str) -> None:
@@ -411,11 +379,166 @@ def test_ranks_among_which_vllm_cannot_spread_experts_are_refused_on_cpu(
     assert build_engine_args({"model": moe, **split, "data_parallel_size": 2}).enable_expert_parallel
 
 
-def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
-    arguments = {"model": moe, "dtype": "bfloat16"}
-    config = build_engine_args({**arguments, "hf_overrides": {"head_dtype": "float32"}}).create_model_config()
-    assert (config.dtype, config.head_dtype) == (torch.bfloat16, torch.float32)
-    assert build_engine_args(arguments).create_model_config().head_dtype == torch.bfloat16
+def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:
+    with pytest.raises(ValueError, match=r"worker_extension_cls='theirs\.Extension' is not supported"):
+        build_engine_args({"model": moe, "worker_extension_cls": "theirs.Extension"})
+    for same in (WORKER_EXTENSION, "", None):
+        assert build_engine_args({"model": moe, "worker_extension_cls": same}).worker_extension_cls == WORKER_EXTENSION
+
+
+# -- routers in float32 ------------------------------------------------------------------------------------------------
+
+
+ROUTERS = [f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2, 3)]
+
+
+def look_inside(engine: AsyncVLLM) -> list[Any]:
+    """From the worker: dtypes of a router's weight and logits, and its logits of known hidden states."""
+
+    def look(saved: Mapping[str, Tensor], model: nn.Module) -> list[Any]:
+        del saved
+        gate: Any = model.get_submodule("model.layers.1.mlp.gate")
+        with torch.no_grad():
+            out = gate(torch.linspace(-1, 1, 3 * 64).reshape(3, 64).bfloat16())
+        logits = out[0] if isinstance(out, tuple) else out
+        return [str(gate.weight.dtype), str(logits.dtype), logits.float().flatten().tolist()]
+
+    ((found,),) = engine.validate_model_params(look)
+    return list(found)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.parity), "deepseek_v3"])
+def test_weights_and_logits_are_float32_after_a_sync_too(no_engine: EngineShelf, tmp_path: Path, family: str) -> None:
+    folder = save_tiny_moe(tmp_path / "model", family, dtype=torch.bfloat16)
+    master = make_tiny_moe(family, dtype=torch.bfloat16).float()
+    with start_engine(folder, dtype="bfloat16", router_dtype="float32") as engine:
+        held = engine.get_model_metadata()
+        assert {name for name, (dtype, _) in held.items() if dtype == torch.float32} == {
+            *ROUTERS,
+            *(name for name in held if "correction_bias" in name),
+        }
+        sender = VLLMWeightSyncScheme(transport="memmap").create_sender()
+        sender.register_model(master)
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        for step in range(2):
+            with torch.no_grad():
+                for name in ROUTERS:  # digits that bfloat16 does not have
+                    master.get_parameter(name).mul_(1 + 2**-12)
+            assert not sender.update_weights().failed, step
+            found = look_inside(engine)
+            hidden = torch.linspace(-1, 1, 3 * 64).reshape(3, 64).bfloat16().float()
+            wanted = hidden @ master.get_parameter(ROUTERS[0]).detach().T
+            assert found[:2] == ["torch.float32", "torch.float32"]
+            torch.testing.assert_close(torch.tensor(found[2]), wanted.flatten(), atol=1e-5, rtol=0)
+        sender.shutdown()
+        completion = engine.generate(prompt_token_ids=[1, 2, 3], sampling_params={"max_tokens": 4, "logprobs": 0})
+        assert not isinstance(completion, list)
+        assert completion.outputs[0].routed_experts is not None
+
+
+@pytest.mark.parity
+@pytest.mark.engine(dtype="bfloat16")
+def test_otherwise_a_router_is_rounded_and_the_engine_says_so(engine: AsyncVLLM) -> None:
+    """The checkpoint is in float32: its dtypes would say nothing of it."""
+    held = engine.get_model_metadata()
+    assert {dtype for dtype, _ in held.values()} == {torch.bfloat16}
+    assert look_inside(engine)[:2] == ["torch.bfloat16", "torch.bfloat16"]
+
+
+class Layer(nn.Module):
+    """A decoder layer with a router, as a worker's model has it."""
+
+    def __init__(self, gate: nn.Module, experts: nn.Module | None = None) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"gate": gate, "experts": experts or nn.Identity()})
+
+
+def bare(kind: type[Any], **attributes: Any) -> Any:
+    """A layer of vLLM's without an engine around it, which its constructor asks for its configuration."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def test_routers_that_are_not_float32_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    from torchrl_moe.modules.backends.vllm import router_dtype
+
+    def gate_of(dtype: torch.dtype) -> nn.Module:
+        gate: nn.Module = bare(GateLinear, weight=nn.Parameter(torch.zeros(2, 2, dtype=dtype)))
+        return gate
+
+    def kernel_for(dtype: torch.dtype) -> nn.Module:
+        config, method = SimpleNamespace(router_logits_dtype=dtype), SimpleNamespace(is_monolithic=True)
+        kernel: nn.Module = bare(MoERunner, moe_config=config, of_test=method)
+        return kernel
+
+    monkeypatch.setattr(MoERunner, "_quant_method", property(lambda self: self.of_test))
+
+    wide, narrow = torch.float32, torch.bfloat16
+    layers = [
+        Layer(gate_of(wide)),
+        Layer(gate_of(narrow)),
+        Layer(nn.Linear(2, 2, dtype=narrow)),
+        Layer(nn.Linear(2, 2)),  # a family with a layer of its own
+        Layer(gate_of(wide), kernel_for(narrow)),
+        Layer(gate_of(wide), kernel_for(wide)),
+        Layer(nn.Identity()),  # dense
+    ]
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(layers)})})
+    monkeypatch.setattr(_compat, "router_layer_ids", lambda _: range(6))
+    assert router_dtype.narrow_routers(model) == [f"model.layers.{layer}" for layer in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("narrow", "is_refused"), [([[], []], False), ([["model.layers.1"], ["model.layers.5"]], True)]
+)
+def test_a_family_that_makes_its_routers_otherwise_is_refused(narrow: list[list[str]], is_refused: bool) -> None:
+    async def answer(method: str) -> list[list[str]]:
+        assert method == "torchrl_moe_narrow_routers"
+        return narrow
+
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(additional_config={ROUTER_DTYPE: "float32"}),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["AriaForConditionalGeneration"])),
+        collective_rpc=answer,
+    )
+    said = r"vLLM's code for AriaForConditionalGeneration makes the routers of 2 layer\(s\), such as model\.layers\.1,"
+    with pytest.raises(ValueError, match=said) if is_refused else contextlib.nullcontext():
+        asyncio.run(check_routers(engine))
+
+
+def test_what_a_model_holds_is_told_by_checkpoint_names() -> None:
+    from torchrl_moe.modules.backends.vllm.router_dtype import held_dtypes
+
+    model: Any = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model.layer = nn.ModuleDict(
+        {
+            "qkv_proj": nn.Linear(2, 2, dtype=torch.bfloat16),
+            "gate": nn.Linear(2, 2),
+            "experts": nn.ParameterDict({"w13_weight": nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))}),
+        }
+    )
+    names = ["layer.k_proj.weight", "layer.gate.weight", "layer.experts.3.up_proj.weight", "layer.A_log"]
+    assert held_dtypes(model, names) == {names[0]: "bfloat16", names[1]: "float32", names[2]: "float16"}
+
+
+@pytest.mark.parametrize("given", ["path", None, ["model"], RoutingLayout, SimpleNamespace(model="m")])
+def test_anything_else_is_a_type_error_that_names_the_other_way(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a mapping or vllm\.AsyncEngineArgs, got .*from_pretrained"):
+        arguments_of(given)
+
+
+@pytest.mark.parametrize("given", [{}, {"max_model_len": 8}, {"model": None}, {"model": ""}])
+def test_a_model_must_be_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="names no model: set 'model'"):
+        arguments_of(given)
 
 
 def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
@@ -427,10 +550,3 @@ def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
 def test_vllm_has_no_sleep_mode_on_cpu(moe: str) -> None:
     with pytest.raises(ValueError, match="Sleep mode is not supported on current platform"):
         build_engine_args({"model": moe, "enable_sleep_mode": True})
-
-
-def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:
-    with pytest.raises(ValueError, match=r"worker_extension_cls='theirs\.Extension' is not supported"):
-        build_engine_args({"model": moe, "worker_extension_cls": "theirs.Extension"})
-    for same in (WORKER_EXTENSION, "", None):
-        assert build_engine_args({"model": moe, "worker_extension_cls": same}).worker_extension_cls == WORKER_EXTENSION

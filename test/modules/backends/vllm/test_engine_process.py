@@ -8,9 +8,7 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 from support import toy_engine
 from support.llm import FakeLLM
 from support.processes import ids_request
-from support.waiting import PATIENCE, until
+from support.waiting import until
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.engine import Engine
@@ -39,7 +37,6 @@ from torchrl_moe.modules.backends.replica import (
 from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
-from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 # -- the stat logger ---------------------------------------------------------------------------------------------------
 
@@ -82,30 +79,12 @@ def test_the_last_step_says_what_is_and_all_steps_are_counted(load: Any) -> None
     assert load.load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
 
 
-def test_data_parallel_engines_are_added_up(load: Any) -> None:
-    load.record(scheduler(3, 2, 0.25), None, engine_idx=0)
-    load.record(scheduler(4, 0, 0.75), None, engine_idx=1)
-    assert load.load == Load(7, 2, 0.5)
-    load.record(scheduler(0, 1, 0.0), None, engine_idx=0)
-    assert load.load == Load(4, 1, 0.375)
-
-
 def test_vllms_own_figures_have_these_names(load: Any) -> None:
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
     theirs = IterationStats()
     load.record(SchedulerStats(num_running_reqs=2), theirs)
     assert load.load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
-
-
-def test_it_can_do_all_that_vllm_asks_of_a_logger(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    assert isinstance(load, StatLoggerBase)
-    load.log_engine_initialized()
-    load.log()
-    load.record_sleep_state(1, 1)
-    assert capsys.readouterr() == ("", "")
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------
@@ -663,128 +642,6 @@ def generate(engine: Any, *requests: Request) -> list[Completion]:
     return [future.result(60) for future in replica_of(engine).submit(requests)]
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    """Bytes that no other test has asked about, so that no cached prefix is met by chance."""
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
-
-
-def check_rows(completion: Completion, layers: int = 4, top_k: int = 4, experts: int = 16) -> None:
-    """A row per token except the last; the dense layer 0 is all zeros, the others hold distinct experts."""
-    for output in completion.outputs:
-        tokens = len(completion.prompt_token_ids) + len(output.token_ids)
-        assert output.routed_experts is not None
-        assert output.routed_experts.shape == (tokens - 1, layers, top_k)
-        assert output.routed_experts.dtype == np.uint8
-        assert not output.routed_experts[:, 0].any()
-        rows = np.sort(output.routed_experts[:, 1:], -1)
-        assert (np.diff(rows, axis=-1) > 0).all()
-        assert rows.max() < experts
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_generation_from_ids_brings_tokens_logprobs_routes_and_times(engine: Any) -> None:
-    ids = prompt(0, 20)
-    (completion,) = generate(engine, by_ids("ids", *ids, max_tokens=6, logprobs=0, ignore_eos=True))
-    assert completion.prompt_token_ids.tolist() == ids
-    (output,) = completion.outputs
-    assert len(output.token_ids) == 6
-    assert output.finish_reason == "length"
-    assert output.policy_versions.shape == (6,)
-    assert output.logprobs is not None
-    assert output.logprobs.shape == (6,)
-    assert (output.logprobs < 0).all()
-    check_rows(completion)
-    metrics = completion.metrics
-    assert 0 <= metrics.queue_seconds < metrics.first_token_seconds < 10
-    assert metrics.total_seconds > 0
-    assert metrics.replica == 0
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_text_is_generated_from_as_its_ids_are(engine: Any) -> None:
-    text = "A text of its own: é"
-    greedy = {"max_tokens": 8, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-    by_text = Request(request_id="text", sampling_params=greedy, prompt=text)
-    one, two = generate(engine, by_text, by_ids("ids", *text.encode(), **greedy))
-    assert one.prompt == text
-    assert one.prompt_token_ids.tolist() == two.prompt_token_ids.tolist() == list(text.encode())
-    assert one.outputs[0].token_ids.tolist() == two.outputs[0].token_ids.tolist()
-    np.testing.assert_allclose(one.outputs[0].logprobs, two.outputs[0].logprobs, atol=1e-5)
-    # vLLM keeps the bytes of an unfinished character at the end to itself
-    assert one.outputs[0].text
-    assert ByteTokenizer().decode(one.outputs[0].token_ids.tolist()).startswith(one.outputs[0].text)
-    np.testing.assert_array_equal(one.outputs[0].routed_experts, two.outputs[0].routed_experts)
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_routes_and_logprobs_stay_behind_where_they_were_not_asked_for(engine: Any) -> None:
-    request = Request(request_id="bare", sampling_params={"max_tokens": 2}, prompt="hi", return_routed_experts=False)
-    ((output,),) = [completion.outputs for completion in generate(engine, request)]
-    assert output.routed_experts is None
-    assert output.logprobs is None
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_the_sampled_distributions_logprobs_come_back_not_the_raw_ones(engine: Any) -> None:
-    greedy = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}
-    cold = {"max_tokens": 1, "temperature": 0.01, "logprobs": 0}
-    plain, sharp = generate(engine, by_ids("plain", *prompt(2, 8), **greedy), by_ids("cold", *prompt(2, 8), **cold))
-    assert plain.outputs[0].logprobs[0] < -0.1
-    assert sharp.outputs[0].logprobs[0] > -0.1  # at this temperature the best token has all the mass
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt_token_ids": np.zeros(513, np.int32)}, r"513 .*512|512.* 513"),
-        ({"prompt_token_ids": np.array([1, 300], np.int32)}, r"out of vocabulary"),
-        ({"prompt_token_ids": np.zeros(0, np.int32)}, r"empty"),
-        ({"prompt": "hi", "sampling_params": {"max_token": 3}}, "max_token"),
-        ({"prompt": "hi", "sampling_params": {"temperature": -1.0}}, "temperature"),
-        ({"prompt": "hi", "sampling_params": {}, "guided_options": {"regex": "("}}, r"regex|grammar"),
-    ],
-)
-def test_a_bad_request_is_refused_in_vllms_words_and_the_engine_continues(
-    engine: Any, fields: dict[str, Any], message: str
-) -> None:
-    bad = Request(request_id="bad", **{"sampling_params": {"max_tokens": 2}, **fields})
-    refused, good = replica_of(engine).submit([bad, by_ids("good", 1, 2, 3, max_tokens=2)])
-    with pytest.raises(ValueError, match=message):
-        refused.result(60.0)
-    assert good.result(60.0).outputs[0].finish_reason in ("length", "stop")
-
-
-LONG = {"max_tokens": 480, "ignore_eos": True, "logprobs": 0}
-
-
-STEPS = 5
-"""Of the engine, after which each request that it runs has tokens."""
-
-
-def in_its_run(engine: Any, request: Request, act: Callable[[Future[Completion]], Any]) -> Any:
-    """Do something to a request while it runs, and return what ``act`` does; ``None`` says that it came too late.
-
-    It runs for 480 steps, and the other request, "filler", makes each take longer. This process may still be held up
-    for longer than that, so it tries again until the deadline.
-    """
-    replica = replica_of(engine)
-    filler = by_ids("filler", *prompt(99, 12), n=16, **LONG)
-    deadline = time.monotonic() + 2 * PATIENCE
-    while time.monotonic() < deadline:
-        before = replica.call(Engine.stats, PATIENCE).steps
-        filling, future = replica.submit([filler, request])
-        until(
-            lambda done=future.done, least=before + STEPS: done() or replica.call(Engine.stats, PATIENCE).steps >= least
-        )
-        found = act(future)
-        replica.abort(["filler", request.request_id])
-        wait([filling, future], PATIENCE)
-        if found is not None:
-            return found
-    pytest.fail("each run was over before anything could be done to it")
-
-
 @contextlib.contextmanager
 def paused(replica: LocalReplica, mode: PauseMode, clear_cache: bool = False) -> Iterator[None]:
     replica.call(Engine.pause, 20, mode, clear_cache)
@@ -792,121 +649,3 @@ def paused(replica: LocalReplica, mode: PauseMode, clear_cache: bool = False) ->
         yield
     finally:
         replica.call(Engine.resume, 20)
-
-
-def cut(future: Future[Completion]) -> Completion | None:
-    """What an abort left of a request, if it left something."""
-    completion = future.result(60.0)
-    is_cut = all(output.finish_reason == "abort" and len(output.token_ids) for output in completion.outputs)
-    return completion if is_cut else None
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("n", [1, 2])
-def test_an_aborted_request_returns_what_it_has_with_a_row_for_each_token_but_the_last(engine: Any, n: int) -> None:
-    replica = replica_of(engine)
-
-    def act(future: Future[Completion]) -> Completion | None:
-        replica.abort(["cut"])
-        return cut(future)
-
-    completion = in_its_run(engine, by_ids("cut", *prompt(3 + n, 12), n=n, **LONG), act)
-    assert len(completion.outputs) == n
-    for output in completion.outputs:
-        assert 0 < len(output.token_ids) < 480
-        assert output.logprobs.shape == output.token_ids.shape
-    check_rows(completion)
-    assert replica.call(Engine.stats, 10).running == 0  # although vLLM, which makes no step now, last reported more
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("clear_cache", [False, True])
-def test_a_pause_freezes_requests_and_a_resume_lets_them_continue(engine: Any, clear_cache: bool) -> None:
-    replica = replica_of(engine)
-    greedy = {**LONG, "max_tokens": 80, "temperature": 0.0}
-    (whole,) = generate(engine, by_ids("whole", *prompt(6, 12), **greedy))
-
-    def act(future: Future[Completion]) -> Completion | None:
-        with paused(replica, "keep", clear_cache):
-            time.sleep(0.1)
-            if future.done():
-                return None
-            replica.abort(["filler"])
-            time.sleep(1.5 * whole.metrics.total_seconds)
-            assert not future.done()
-        return future.result(60.0)
-
-    completion = in_its_run(engine, by_ids("frozen", *prompt(6, 12), **greedy), act)
-    one, two = completion.outputs[0], whole.outputs[0]
-    assert one.token_ids.tolist() == two.token_ids.tolist()
-    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
-    check_rows(completion)
-    np.testing.assert_array_equal(np.sort(one.routed_experts, -1), np.sort(two.routed_experts, -1))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_an_rpc_to_the_workers_takes_arguments_and_tells_of_a_name_they_do_not_have(engine: Any) -> None:
-    replica = replica_of(engine)
-    assert replica.call(Engine.collective_rpc, 20, "torchrl_moe_router_layers", (), None) == [[1, 2, 3]]
-    with pytest.raises((EngineError, ValueError), match="no_such_method"):
-        replica.call(Engine.collective_rpc, 20, "no_such_method", (), None)
-    assert replica.is_alive()
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None:
-    tokenizer = engine.get_tokenizer()
-    expected = ByteTokenizer()
-    assert type(tokenizer).__module__.startswith("transformers.")
-    assert len(tokenizer) == len(expected) == 259
-    text = "é <|im_end|>"
-    assert tokenizer.encode(text) == expected.encode(text)
-    assert tokenizer.decode([72, 105]) == "Hi"
-    chat = [{"role": "user", "content": "1+1"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == expected.apply_chat_template(chat, tokenize=False)
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.padding_side) == (256, 258, "left")
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
-    from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
-
-    assert engine.get_model_metadata() == checkpoint_metadata(shelf.folder("qwen3_moe"))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_real_engine_says_what_it_is(engine: Any, shelf: Any) -> None:
-    import vllm
-
-    (info,) = engine.infos
-    assert info.model == str(shelf.folder("qwen3_moe"))
-    assert info.layout.num_layers == 4
-    assert info.layout.moe_layers == (1, 2, 3)
-    assert info.layout.dense_layers == (0,)
-    assert (info.layout.top_k, info.layout.num_experts) == (4, 16)
-    assert (info.max_model_len, info.tensor_parallel_size) == (512, 1)
-    assert info.engine_version == vllm.__version__
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_snapshot_of_a_real_engine_can_be_resumed(engine: Any) -> None:
-    replica = replica_of(engine)
-    params = {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-    (running,) = replica.submit([ids_request("shot", (65, 66, 67), sampling_params=params)])
-
-    def snapshot() -> Any:
-        found = [one for one in replica.call(Engine.snapshot, 20) if one.request_id == "shot"]
-        return found[0] if found and min(len(output.token_ids) for output in found[0].outputs) > 5 else None
-
-    seen = until(snapshot, 60)
-    whole = running.result(60)
-    for part, all_of_it in zip(seen.outputs, whole.outputs, strict=True):
-        count = len(part.token_ids)
-        assert part.token_ids.tolist() == all_of_it.token_ids[:count].tolist()
-        assert part.text == all_of_it.text[: len(part.text)]
-        assert part.policy_versions.tolist() == all_of_it.policy_versions[:count].tolist()
-        np.testing.assert_array_equal(part.logprobs, all_of_it.logprobs[:count])
-        assert part.routed_experts.shape == (3 + count - 1, *all_of_it.routed_experts.shape[1:])
-        np.testing.assert_array_equal(part.routed_experts, all_of_it.routed_experts[: 3 + count - 1])
-    again = engine.generate(resume=[seen], sampling_params=params, use_tqdm=False)[0]
-    assert [o.token_ids.tolist() for o in again.outputs] == [o.token_ids.tolist() for o in whole.outputs]

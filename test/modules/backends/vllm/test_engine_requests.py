@@ -29,7 +29,6 @@ from torchrl_moe.modules.backends.vllm.engine_requests import (
     EngineRequests,
     Forced,
     attach,
-    attached,
     completion_from_vllm,
     forced_in,
     forced_of,
@@ -106,16 +105,6 @@ def test_fields_are_taken_over_under_our_request_id() -> None:
     assert only.routed_experts is RECORDED  # 3 + 2 - 1 rows, as the engine gave them
 
 
-def test_answers_come_in_the_order_of_their_index() -> None:
-    completion = completion_from_vllm(output(answer(2, text="c"), answer(0, text="a"), answer(1)), request(), 0)
-    assert [(item.index, item.text) for item in completion.outputs] == [(0, "a"), (1, "ab"), (2, "c")]
-
-
-def test_routes_are_dropped_where_they_were_not_asked_for() -> None:
-    completion = completion_from_vllm(output(answer()), request(return_routed_experts=False), 0)
-    assert completion.outputs[0].routed_experts is None
-
-
 def test_words_that_were_left_out_are_taken_over() -> None:
     """Of the first token words 4 and 9 were kept, of the second all but word 3."""
     (only,) = completion_from_vllm(output(answer(sampling_mask=masks([4, 9], [~3]))), request(), 0).outputs
@@ -128,11 +117,6 @@ def test_words_that_were_left_out_are_taken_over() -> None:
 def masks(*words: list[int]) -> SimpleNamespace:
     """vLLM's ``SamplingMask``."""
     return SimpleNamespace(token_ids=list(words))
-
-
-@pytest.mark.parametrize("given", [None, masks(), masks([], []), masks([])])
-def test_where_no_word_was_left_out_nothing_is_said(given: Any) -> None:
-    assert completion_from_vllm(output(answer(sampling_mask=given)), request(), 0).outputs[0].kept is None
 
 
 def stamps(**times: float) -> SimpleNamespace:
@@ -167,16 +151,6 @@ ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
 ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, "FancyRouter routes inside its kernel")
 
 
-def rows_request(**fields: Any) -> Request:
-    return Request(request_id="a", sampling_params=None, prompt_token_ids=np.arange(4, dtype=np.int32), **fields)
-
-
-def rows_params(extra_args: Any = None) -> Any:
-    made = SimpleNamespace(extra_args=extra_args)
-    made.clone = lambda: copy.copy(made)
-    return made
-
-
 def sampling_params(**fields: Any) -> Any:
     from vllm import SamplingParams
 
@@ -197,36 +171,6 @@ def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
         assert one.extra_args["mine"] == [1]
         assert one.max_tokens == 3
     assert asked.extra_args == {"mine": [1]}
-
-
-def test_a_request_that_follows_nothing_shares_its_parameters() -> None:
-    asked = sampling_params()
-    assert attach(asked, Forced()) is asked
-    assert asked.extra_args is None
-    assert forced_in(attach(asked, Forced(is_live=True))).is_live
-
-
-def test_a_schedulers_request_is_looked_into_once() -> None:
-    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
-    forced = forced_of(request)
-    assert (forced.rows == ROWS).all()
-    assert forced_of(request) is forced
-    pooling = SimpleNamespace(sampling_params=None)
-    assert forced_of(pooling).rows is None
-
-
-def test_a_request_without_rows_costs_nothing() -> None:
-    asked = rows_params()
-    assert attached(asked, rows_request(), ABLE) is asked
-    assert attached(asked, rows_request(on_resume="live"), UNABLE) is asked
-    assert forced_in(asked).rows is None
-    assert forced_in(None).rows is None
-
-
-def test_a_request_that_is_to_route_live_says_so_to_the_scheduler() -> None:
-    forced = forced_in(attached(rows_params(), rows_request(on_resume="live"), ABLE))
-    assert forced.is_live
-    assert forced.rows is None
 
 
 # -- requests across swaps ---------------------------------------------------------------------------------------------
@@ -493,31 +437,7 @@ def check(output: CompletionOutput, *versions: int) -> None:
     assert output.routed_experts[:, 0, 0].tolist() == [100 * version + row for row, version in enumerate(made_by)]
 
 
-def test_what_a_swap_cuts_continues_where_it_was_cut(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(max_tokens=6, min_tokens=5)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.finish()
-
-    bench = run(script)
-    completion = bench.done["r"]
-    (output,) = completion.outputs
-    check(output, 0, 0, 1, 1, 1, 1)
-    assert output.finish_reason == "length"
-    assert output.text == "".join(map(chr, output.token_ids))
-    assert completion.prompt_token_ids.tolist() == PROMPT
-    assert completion.num_cached_tokens == 11
-    assert completion.metrics.total_seconds > 0
-    (_, _, _), (name, prompt, params) = bench.engine.asked
-    assert name != "r"
-    assert prompt == {"prompt_token_ids": [*PROMPT, 3, 4], "cache_salt": "swap-1"}
-    assert (params.max_tokens, params.min_tokens, params.n, params.routed_experts_prompt_start) == (4, 3, 1, 4)
-    assert bench.requests.counts["requests"] == 1
-    assert bench.requests.counts["generated_tokens"] == 6
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: Run, seed: int) -> None:
     """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
     rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
@@ -601,17 +521,6 @@ def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(r
     assert len(bench.engine.asked) == 2
 
 
-def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.swap(1, "keep", clear_cache=True)
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[0], *[1] * 6)
-    assert len(bench.engine.asked) == 1
-
-
 def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.swap(1)
@@ -643,27 +552,6 @@ def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
     assert bench.done == {}
 
 
-def test_where_one_answer_is_refused_its_siblings_end_too(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2)
-        await bench.engine.step(2)
-        generate, asked = bench.engine.generate, []
-
-        def fail_once(*arguments: Any, **options: Any) -> Any:
-            asked.append(arguments)
-            if len(asked) == 2:
-                raise ValueError("too long now")
-            return generate(*arguments, **options)
-
-        bench.engine.generate = fail_once  # type: ignore[method-assign]
-        await bench.swap(1)
-        await asyncio.sleep(0.03)
-        assert len(asked) == 2
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    assert str(run(script).refused["r"]) == "too long now"
-
-
 # -- what a request resumes -------------------------------------------------------------------------------------------
 
 
@@ -691,39 +579,6 @@ def had(*tokens: int, reason: str = "abort") -> Completion:
         outputs=outputs,
         metrics=CompletionMetrics(queue_seconds=0.25, first_token_seconds=0.5, total_seconds=1000.0),
     )
-
-
-def test_a_request_continues_from_what_it_resumes(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.swap(1)
-        await bench.start(resume=had(2), max_tokens=6, min_tokens=5, seed=10)
-        await bench.finish()
-
-    bench = run(script)
-    completion = bench.done["r"]
-    (output,) = completion.outputs
-    check(output, 0, 0, 1, 1, 1, 1)
-    assert (output.finish_reason, output.text) == ("length", "".join(map(chr, output.token_ids)))
-    assert (completion.prompt, completion.prompt_token_ids.tolist()) == ("text", PROMPT)
-    assert completion.num_cached_tokens == 2
-    ((_, prompt, params),) = bench.engine.asked
-    assert prompt == {"prompt_token_ids": [*PROMPT, 3, 4], "cache_salt": "swap-1"}
-    assert (params.max_tokens, params.min_tokens, params.seed, params.routed_experts_prompt_start) == (4, 3, 10, 4)
-    # all seconds of both requests, as with a swap; the engine's own counts are of what it made
-    times = completion.metrics
-    assert (times.queue_seconds, times.first_token_seconds) == (0.25, 0.5)
-    assert 1000 < times.total_seconds < 1100
-    assert bench.requests.seconds < 100
-    assert bench.requests.counts["generated_tokens"] == 4
-
-
-def test_what_has_all_its_tokens_is_refused_and_its_siblings_end_too(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(1, 4), n=2, max_tokens=4)
-        await asyncio.sleep(0.03)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    assert str(run(script).refused["r"]) == "answer 1 to resume has 4 tokens already: max_tokens=4 must be larger"
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -849,3 +704,12 @@ def test_a_swap_that_aborts_in_an_engine_that_the_user_paused_leaves_one_that_ta
         await bench.finish()
 
     check(run(script).done["r"].outputs[0], 1, 1)
+
+
+def test_a_schedulers_request_is_looked_into_once() -> None:
+    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
+    forced = forced_of(request)
+    assert (forced.rows == ROWS).all()
+    assert forced_of(request) is forced
+    pooling = SimpleNamespace(sampling_params=None)
+    assert forced_of(pooling).rows is None

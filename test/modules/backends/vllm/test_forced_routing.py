@@ -1,8 +1,7 @@
-"""Routers follow recorded experts: vLLM's routers by themselves, and the real engine against transformers, float32."""
+"""Routers that follow recorded experts, the schedulers that keep them, and what they add to vLLM's."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from support.engines import EngineShelf
-from support.reference import TOLERANCE, Reference
 from support.routes import rows_of
-from support.versions import random_ids
+from support.scheduler import Steps
 from torchrl_moe._compat import SCHEDULERS
-from torchrl_moe.data import RoutingLayout
-from torchrl_moe.errors import ReplayError, RequestRefusedError, RouteValueError
-from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach
+from torchrl_moe.errors import ReplayError
+from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, forced_in, forced_of
 from torchrl_moe.modules.backends.vllm.forced_routing import (
     FORMULAS,
     ForcedRouting,
@@ -390,154 +385,235 @@ def test_a_router_that_does_not_follow_is_named(function: Any, words: str) -> No
         prove(3, router(custom_routing_function=function), hidden_size=4, dtype=torch.float32)
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
+# -- schedulers --------------------------------------------------------------------------------------------------------
 
 
-def some_rows(layout: RoutingLayout, count: int, seed: int = 0) -> NDArray[Any]:
-    """Routes that no router would choose."""
-    rng = np.random.default_rng(seed)
-    rows = np.full((count, layout.num_layers, layout.top_k), -1, layout.numpy_dtype)
-    for layer in layout.moe_layers:
-        rows[:, layer] = rng.permuted(np.tile(np.arange(layout.num_experts), (count, 1)), axis=1)[:, : layout.top_k]
-    return rows
+# -- requests that are read again -------------------------------------------------------------------------------------
+
+STORE = np.arange(20 * 2 * 2, dtype=np.uint8).reshape(20, 2, 2)  # the rows of all tokens
 
 
-def layout_of(engine: AsyncVLLM) -> RoutingLayout:
-    assert engine.infos[0].forced_routing_unavailable_reason == ""
-    assert engine.routing_layout is not None
-    return engine.routing_layout
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that follows, over a vLLM that does nothing but preempt."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    from torchrl_moe.modules.backends.vllm.forced_routing import MoEScheduler
+
+    def preempt(self: Any, request: Any, timestamp: float, drop_stale_output: bool) -> None:
+        request.status = RequestStatus.PREEMPTED
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+    monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self, running, connector: True)
+    made = MoEScheduler.__new__(MoEScheduler)
+    made._follows, made._weight_check, made.requests = True, "", {}
+    made._deliver = lambda request, output: output
+    return made
 
 
-def check(reference: Reference, completion: Completion, rows: NDArray[Any]) -> None:
-    """The engine recorded the rows that it followed, and transformers, which follows them too, finds its log-probs."""
-    moe = [layer for layer in range(rows.shape[1]) if (rows[:, layer] >= 0).any()]
-    known = rows[:, moe[0], 0] >= 0
-    for output in completion.outputs:
-        recorded = output.routed_experts.astype(np.int64)
-        assert (recorded[: len(rows)][known][:, moe] == rows[known][:, moe]).all()
-        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
-        followed = torch.zeros(len(recorded), dtype=torch.bool)
-        followed[: len(rows)] = torch.from_numpy(known)
-        log_probs, routes = reference(ids, routes=recorded, followed=followed)
-        off = (torch.from_numpy(output.logprobs.copy()) - log_probs[-len(output.token_ids) :]).abs()
-        assert off.max() <= TOLERANCE
-        for layer, expected in routes.items():
-            assert (np.sort(recorded[:, layer]) == expected[: len(recorded)].sort(-1).values.numpy()).all()
-
-
-PARAMS = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-
-
-def generate(engine: AsyncVLLM, prompts: Any, rows: Any, **params: Any) -> Any:
-    return engine.generate(
-        prompt_token_ids=prompts, sampling_params={**PARAMS, **params}, routed_experts=rows, use_tqdm=False
+def a_request(scheduler: Any, prompt: int, forced: Forced | None = None) -> Any:
+    params = SimpleNamespace(extra_args=None)
+    params.clone = lambda: SimpleNamespace(**vars(params))
+    made = SimpleNamespace(
+        request_id="a",
+        sampling_params=params if forced is None else attach(params, forced),
+        num_tokens=prompt,
+        status="running",
+        block_hashes=["old"],
     )
+    made.update_block_hashes = lambda: made.block_hashes.append("new")
+    scheduler.requests["a"] = made
+    return made
 
 
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+def sample(scheduler: Any, request: Any, tokens: int = 1, start: int | None = None) -> None:
+    """Tokens come, each with the rows of those before it that were not delivered yet."""
+    for _ in range(tokens):
+        had = request.num_tokens - 1 if start is None else start
+        request.num_tokens += 1
+        rows = STORE[had : request.num_tokens - 1]
+        assert scheduler._take_and_keep(request, rows) is rows
+        start = None
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.engine(name)) for name in FAMILIES])
-def test_an_engine_follows_experts_that_it_would_not_choose(family: str, engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    """Whole prompts, parts of prompts, rows with gaps, several answers; beside a request that follows nothing."""
-    layout, reference = layout_of(engine), Reference(shelf.folder(family))
-    prompts = [random_ids(seed, length).tolist() for seed, length in enumerate((40, 40, 200, 3, 40))]
-    rows: list[Any] = [some_rows(layout, count, seed) for seed, count in enumerate((40, 17, 200, 3))]
-    rows[2][gaps(200)] = -1
-    completions = generate(engine, prompts, [*rows, None], n=2)
-    for completion, one in zip(completions, [*rows, some_rows(layout, 0)], strict=True):
-        if len(one):
-            check(reference, completion, one)
-        else:
-            assert reference.distance(completion) <= TOLERANCE
-    live = generate(engine, prompts[:1], [None])[0].outputs[0].routed_experts
-    followed = completions[0].outputs[0].routed_experts
-    assert (live[:40, layout.moe_layers] == followed[:40, layout.moe_layers]).mean() < 0.5
+def preempt(scheduler: Any, request: Any, drop: bool = False) -> Any:
+    scheduler._preempt_request(request, 0.0, drop)
+    return forced_in(request.sampling_params)  # what the workers get
 
 
-@pytest.mark.soak
-@pytest.mark.engine("qwen3_moe", tensor_parallel_size=2)
-def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    prompts = [random_ids(40 + seed, length).tolist() for seed, length in enumerate((60, 60, 200, 33))]
-    rows = [some_rows(layout, 60, 1), None, some_rows(layout, 200, 2), some_rows(layout, 9, 3)]
-    for completion, one in zip(generate(engine, prompts, rows, n=2), rows, strict=True):
-        if one is None:
-            assert reference.distance(completion) <= TOLERANCE
-        else:
-            check(reference, completion, one)
-    for ids, one, scores in zip(prompts, rows, engine.score(prompts, rows), strict=True):
-        followed = np.full((len(ids), layout.num_layers, layout.top_k), -1)
-        if one is not None:
-            followed[: len(one)] = one
-        expected, _ = reference(
-            ids, routes=followed, followed=torch.from_numpy(followed[:, layout.moe_layers[0], 0] >= 0)
-        )
-        assert (scores - expected)[1:].abs().max() <= TOLERANCE
+def test_a_preempted_request_keeps_the_rows_of_the_tokens_that_it_has(scheduler: Any) -> None:
+    """The last token's comes with the next one. What came since is added when it is preempted again."""
+    request = a_request(scheduler, prompt=3)
+    sample(scheduler, request, start=0)
+    sample(scheduler, request)
+    assert (preempt(scheduler, request).rows == STORE[:4]).all()
+    assert forced_of(request).is_recorded
+    request.status = "running"
+    sample(scheduler, request, 2)
+    assert (preempt(scheduler, request).rows == STORE[:6]).all()
 
 
-def gaps(count: int) -> NDArray[np.bool_]:
-    return np.random.default_rng(9).random(count) < 0.3
+def test_a_request_without_a_token_has_no_rows_to_keep(scheduler: Any) -> None:
+    assert preempt(scheduler, a_request(scheduler, prompt=3)).rows is None
+    given = Forced(rows=np.full((2, 2, 2), 7, np.int8))
+    request = a_request(scheduler, prompt=3, forced=given)
+    assert (preempt(scheduler, request).rows == given.rows).all()
+    assert not forced_of(request).is_recorded
 
 
-@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
-def test_rows_stay_with_their_tokens_where_prompts_are_read_in_chunks(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    prompts = [random_ids(20 + seed, 90 + 31 * seed).tolist() for seed in range(6)]
-    rows = [None if seed == 2 else some_rows(layout, 50 + 31 * seed, seed) for seed in range(6)]
-    for completion, one in zip(generate(engine, prompts, rows), rows, strict=True):
-        if one is None:
-            assert reference.distance(completion) <= TOLERANCE
-        else:
-            check(reference, completion, one)
+def test_rows_from_before_those_that_are_delivered_are_the_given_ones(scheduler: Any) -> None:
+    """The rest of an answer follows what it had, and asks for its own rows only; where it has none, routers choose."""
+    given = np.full((2, 2, 2), 7, np.int8)
+    request = a_request(scheduler, prompt=5, forced=Forced(rows=given))
+    sample(scheduler, request, start=4)
+    rows = preempt(scheduler, request).rows
+    assert (rows[:2] == 7).all() and (rows[2:4] == -1).all() and (rows[4:] == STORE[4:5]).all()
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    ids = random_ids(77, 300).tolist()
-    rows, others = some_rows(layout, 300, 1), some_rows(layout, 300, 2)
-    others[:128] = rows[:128]  # a block of the cache, and not the next one
-    cached = []
-    for one in (rows, rows.astype(np.int16), others, None, None):
-        completion = generate(engine, [ids], [one])[0]
-        cached.append(completion.num_cached_tokens)
-        if one is not None:
-            check(reference, completion, one)
-        else:
-            assert reference.distance(completion) <= TOLERANCE
-    assert cached == [0, 256, 128, 0, 256]
+def test_tokens_under_way_at_a_preemption_bring_their_rows(scheduler: Any) -> None:
+    request = a_request(scheduler, prompt=3)
+    sample(scheduler, request, start=0)
+    assert len(preempt(scheduler, request).rows) == 3
+    sample(scheduler, request)
+    assert (forced_in(request.sampling_params).rows == STORE[:4]).all()
+    assert (forced_of(request).rows == STORE[:4]).all()
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_what_is_no_route_refuses_its_request_and_no_other(engine: AsyncVLLM) -> None:
-    layout = layout_of(engine)
-    good = some_rows(layout, 4)
-    bad: dict[str, Any] = {
-        r"at most a row per prompt token, 5, got 6": some_rows(layout, 6),
-        r"must have shape \[rows, 4, 4\]": good[:, :3],
-        "signed integer dtype, got uint8": good.astype(np.uint8),
-        "array of integers, got ndarray of float32": good.astype(np.float32),
-        "holds expert 16": np.where(good == 15, 16, good),
-        "partly -1": np.concatenate([good[:, :, :3], np.full_like(good[:, :, :1], -1)], -1),
-        "that layer has no router": np.abs(good),
-    }
-    twice = good.copy()
-    twice[3, 2] = 7
-    bad["twice"] = twice
+@pytest.mark.parametrize(("answer", "running", "names"), [(2, True, ["new"]), (0, True, ["old"]), (2, False, ["old"])])
+def test_a_reset_gives_the_blocks_of_what_is_read_again_other_names(
+    scheduler: Any, answer: int, running: bool, names: list[str]
+) -> None:
+    """Also where the request was preempted before: other weights compute its blocks, by the rows of the old ones."""
+    request = a_request(scheduler, prompt=3)
+    sample(scheduler, request, answer, start=0)
+    preempt(scheduler, request)
+    assert request.block_hashes == ["old"]
+    assert scheduler.reset_prefix_cache(running, False)
+    assert request.block_hashes == names
 
-    async def ask(rows: Any) -> Completion:
-        return await engine.agenerate(
-            prompt_token_ids=[65] * 5, sampling_params={**PARAMS, "temperature": 0.0}, routed_experts=rows
-        )
 
-    async def ask_all() -> list[Any]:
-        return list(await asyncio.gather(*map(ask, [*bad.values(), good]), return_exceptions=True))
+# -- the prefix cache -------------------------------------------------------------------------------------------------
 
-    *errors, answer = asyncio.run(ask_all())
-    for words, error in zip(bad, errors, strict=True):
-        with pytest.raises((RequestRefusedError, RouteValueError), match=words):
-            raise error
-    assert len(answer.outputs[0].token_ids) == 12
-    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
-        engine.generate("text", PARAMS, routed_experts=good, use_tqdm=False)
+ROWS_OF_BLOCKS = np.arange(5 * 2 * 2).reshape(5, 2, 2) % 8
+
+
+def keys_of(rows: Any, start: int, stop: int, salt: str | None = None) -> Any:
+    """The extra keys of one block of a request of vLLM's, which follows these rows."""
+    from vllm.v1.core import block_pool, kv_cache_utils
+
+    from torchrl_moe.modules.backends.vllm import forced_routing as schedulers
+
+    schedulers._key_blocks_by_rows()
+    ours = kv_cache_utils.generate_block_hash_extra_keys
+    schedulers._key_blocks_by_rows()
+    assert kv_cache_utils.generate_block_hash_extra_keys is ours is block_pool.generate_block_hash_extra_keys
+    request = SimpleNamespace(
+        torchrl_moe_forced=Forced(rows=rows), lora_request=None, mm_features=[], cache_salt=salt, prompt_embeds=None
+    )
+    return ours(request, start, stop, 0)[0]
+
+
+def test_a_block_is_named_by_the_rows_in_it() -> None:
+    first = keys_of(ROWS_OF_BLOCKS, 0, 4)
+    assert len(first) == 1 and first == keys_of(ROWS_OF_BLOCKS.astype(np.int8), 0, 4)
+    other = ROWS_OF_BLOCKS.copy()
+    other[2, 1] = other[2, 1, ::-1]
+    assert keys_of(other, 0, 4) != first
+    assert keys_of(ROWS_OF_BLOCKS, 4, 8) not in (None, first)  # a row of four
+
+
+@pytest.mark.parametrize(("rows", "start"), [(None, 0), (ROWS_OF_BLOCKS, 8), (np.full((5, 2, 2), -1), 0)])
+def test_a_block_that_follows_nothing_is_anybodys(rows: Any, start: int) -> None:
+    assert keys_of(rows, start, start + 4) is None
+    assert keys_of(rows, start, start + 4, "salt") == (None if start else (("cache_salt", "salt"),))
+
+
+# -- the question that tries new weights ------------------------------------------------------------------------------
+
+PLACES = 4
+Make = Callable[..., Steps]
+
+
+@pytest.fixture(params=[False, True], ids=["waits for each step", "begins a step during another"])
+def make(request: pytest.FixtureRequest, shelf: EngineShelf) -> Make:
+    """Make a scheduler with four places that reads up to 64 tokens a step."""
+
+    def make(**arguments: Any) -> Steps:
+        common = {"max_num_seqs": PLACES, "max_num_batched_tokens": 64, "max_model_len": 256}
+        return Steps(shelf.folder("qwen3_moe"), request.param, **{**common, **arguments})
+
+    return make
+
+
+def fill(steps: Steps, requests: int = 20, tokens: int = 30) -> None:
+    """Four requests run, and more wait; none has ended."""
+    for number in range(requests):
+        steps.add(str(number), prompt=10, max_tokens=tokens, priority=number)
+    while min(steps.tokens[str(number)] for number in range(PLACES)) < 3:
+        steps.step()
+    assert len(steps.core.waiting) == requests - PLACES
+    steps.drain()
+
+
+def finish(steps: Steps) -> None:
+    for _ in range(1000):
+        steps.step()
+        if not steps.core.requests:
+            break
+
+
+def test_a_question_is_answered_by_the_first_step_of_a_full_engine_and_takes_nobodys_place(make: Make) -> None:
+    steps = make()
+    fill(steps)
+    running = list(steps.core.running)
+    steps.add("check", prompt=16, max_tokens=1, check=True)
+    assert steps.step() == {"check": 16}
+    assert sorted(steps.step()) == ["0", "1", "2", "3"]
+    assert steps.tokens["check"] == 1
+    assert steps.core.running == running
+    finish(steps)
+    assert steps.tokens == {**{str(number): 30 for number in range(20)}, "check": 1}
+    assert steps.most == steps.core.max_num_active_reqs == PLACES
+    assert not any(request.num_preemptions for request in running)
+
+
+def test_a_question_longer_than_a_step_gets_as_many_as_it_needs(make: Make) -> None:
+    steps = make()
+    fill(steps)
+    steps.add("check", prompt=150, max_tokens=1, check=True)
+    assert [steps.step() for _ in range(3)] == [{"check": 64}, {"check": 64}, {"check": 22}]
+    steps.step()
+    assert steps.tokens["check"] == 1
+    finish(steps)
+    assert set(steps.tokens.values()) == {1, 30}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_question_takes_blocks_from_the_request_that_vllm_would_take_them_from(make: Make, policy: str) -> None:
+    """Here the last: it came last, and is the least urgent. It is read again, and loses no token."""
+    steps = make(blocks=1 + PLACES, scheduling_policy=policy)
+    fill(steps, tokens=5)  # a block each, and none is left
+    first, *others, last = steps.core.running
+    steps.add("check", prompt=15, max_tokens=1, check=True, priority=1000)
+    assert steps.step() == {"check": 15}
+    assert [one.num_preemptions for one in (first, *others, last)] == [0, 0, 0, 1]
+    finish(steps)
+    assert steps.tokens == {**{str(number): 5 for number in range(20)}, "check": 1}
+
+
+def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    steps = make()
+    fill(steps)
+    steps.add("given up", prompt=16, max_tokens=1, check=True)
+    steps.core.finish_requests("given up", RequestStatus.FINISHED_ABORTED)
+    assert sorted(steps.step()) == ["0", "1", "2", "3"]
+    steps.drain()
+    for name in ("first", "second"):
+        steps.add(name, prompt=16, max_tokens=1, check=True)
+        assert steps.step() == {name: 16}
+        steps.drain()
+    finish(steps)
+    assert set(steps.tokens.values()) == {0, 1, 30}

@@ -1,11 +1,12 @@
-"""What users pass as sampling parameters, as vLLM gets it; masks and scores that its worker reports."""
+"""Sampling parameters as vLLM gets them, masks and scores that its worker reports, and answers that are continued."""
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
-from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process import link
-from torchrl_moe.modules.backends.replica import KeptIds, Request, Scoring
+from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Request, Scoring
+from torchrl_moe.modules.backends.vllm.continuation import can_continue, join, request_for_rest, sampling_for_rest
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
     adjust_scores,
     adjusted,
-    can_report,
     check_bad_words,
     lift_top_k_rule,
     prompt_logprobs,
@@ -81,13 +80,6 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
     assert there == build(spec)
 
 
-def test_an_object_of_the_caller_is_left_as_it_was() -> None:
-    theirs = vllm_object(logprobs=0)
-    ours = build(theirs, {"regex": "a"})
-    assert theirs == vllm_object(logprobs=0)
-    assert ours is not theirs
-
-
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -101,11 +93,6 @@ def test_an_object_of_the_caller_is_left_as_it_was() -> None:
 def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"SamplingParams\\({name}={re.escape(repr(value))}\\): a completion has the"):
         build(wrap(**{name: value}))
-
-
-@pytest.mark.parametrize("wrap", [dict, vllm_object])
-def test_vllm_gives_all_rows_which_an_answer_that_is_cut_follows(wrap: Callable[..., Any]) -> None:
-    assert build(wrap(routed_experts_prompt_start=3)).routed_experts_prompt_start == 0
 
 
 def test_an_engine_that_reports_no_kept_tokens_gives_no_log_probs_over_a_part_of_the_vocabulary() -> None:
@@ -132,33 +119,6 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, tempe
     with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
         builder({"temperature": temperature, "logprobs": 0})
     assert builder({"temperature": temperature}).logprobs is None
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])  # greedy: nobody trains on it
-def test_raw_log_probs_are_right_where_temperature_changes_nothing(temperature: float) -> None:
-    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode="raw_logprobs")
-    assert builder({"temperature": temperature, "logprobs": 0}).logprobs == 0
-
-
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        ({"max_token": 3}, TypeError, "max_token"),
-        ({"temperature": -1.0}, Exception, "temperature must be non-negative"),
-        ({"n": 0}, Exception, "n must be at least 1"),
-        (5, ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got int"),
-        ("greedy", ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got str"),
-    ],
-)
-def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
-        build(spec)
-    assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
-
-
-def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
-    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
-    assert not build({}).skip_reading_prefix_cache
 
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
@@ -193,56 +153,10 @@ def test_guided_options_become_structured_outputs() -> None:
         assert structured.regex == "a+"
 
 
-@pytest.mark.parametrize("options", [{"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+"])
-def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> None:
-    with pytest.raises(vllm_client_errors(), match=r"structured outputs|guided_options"):
-        build({}, options)
-
-
 def test_an_address_that_is_used_again_is_not_taken_for_the_old_value() -> None:
     builder = SamplingParamsBuilder()
     for max_tokens in range(1, 200):
         assert builder({"max_tokens": max_tokens}).max_tokens == max_tokens
-
-
-def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
-    builder, good = SamplingParamsBuilder(reports_kept=False), {"max_tokens": 2}
-    assert builder(good).max_tokens == 2
-    with pytest.raises(ValueError, match="leaves vocabulary entries out"):
-        builder({"top_k": 3, "logprobs": 0, "max_tokens": 9})
-    assert builder(good).max_tokens == 2
-
-
-# -- what a real engine makes of it -----------------------------------------------------------------------------------
-
-PROMPT_IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) -> None:
-    async def attempt() -> list[str]:
-        finished: list[str] = []
-
-        async def ask(name: str, priority: int, max_tokens: int) -> None:
-            params = {"max_tokens": max_tokens, "ignore_eos": True}
-            await engine.agenerate(PROMPT_IDS, params, priority=priority)
-            finished.append(name)
-
-        blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
-        while not engine.stats()[0]["running"] and not blocker.done():
-            await asyncio.sleep(0.01)
-        waiting = [asyncio.create_task(ask(f"priority {priority}", priority, 2)) for priority in (7, 3, 5)]
-        while engine.stats()[0]["waiting"] < 3 and not blocker.done():
-            await asyncio.sleep(0.01)
-        in_time = not blocker.done()
-        await asyncio.gather(blocker, *waiting)
-        return finished if in_time else []
-
-    for _ in range(8):  # on a busy machine the blocker may be done before the others have arrived
-        if finished := asyncio.run(attempt()):
-            assert finished == ["running", "priority 3", "priority 5", "priority 7"]
-            return
-    pytest.fail("the blocker was always done before the others had arrived")
 
 
 # -- masks of kept tokens; those of a real engine are in test_truncated_sampling.py ------------------------------------
@@ -323,21 +237,6 @@ def test_several_tokens_of_a_request_are_one_list_each() -> None:
     assert said(runner, {"top_k": 2}, {"top_k": 2}, num_sampled=[2, 1]) == [[[5, 7], [~0]], [[3]]]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reports"),
-    [({}, True), ({"logprobs_mode": "raw_logprobs"}, False), ({"logits_processors": ["mine"]}, False)],
-)
-def test_engines_whose_masks_say_all_report_them(fields: dict[str, Any], reports: bool) -> None:
-    args = SimpleNamespace(**{"logprobs_mode": "processed_logprobs", "logits_processors": None, **fields})
-    assert can_report(args) is reports
-
-
-def test_the_frontend_asks_for_no_top_k() -> None:
-    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
-    assert lift_top_k_rule(engine) is True
-    assert lift_top_k_rule(engine) is False
-
-
 # -- scores of prompts -------------------------------------------------------------------------------------------------
 
 
@@ -362,11 +261,6 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
 
 
-def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
-    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
-    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
-
-
 @pytest.mark.parametrize("values", [[-1.0, -0.5], []])
 def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -> None:
     scores = prompt_logprobs(np.array(values)[:, None] if values else None, len(values) + 1)
@@ -374,10 +268,6 @@ def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -
     assert scores.dtype == np.float32
     assert math.isnan(scores[0])
     assert scores[1:].tolist() == values
-
-
-def test_a_prompt_that_was_cut_has_no_scores() -> None:
-    assert prompt_logprobs(None, 3) is None
 
 
 class ScoringWorker:
@@ -429,3 +319,242 @@ def test_each_request_of_a_step_is_scored_by_its_own_temperature_and_words(monke
     assert not worker.prompt_logprobs_worker.token_id_scores
     worker.prompt_logprobs_worker.remove_request("warm")
     assert "warm" not in worker.prompt_logprobs_worker.torchrl_moe_params
+
+
+# -- parts of an answer put together -----------------------------------------------------------------------------------
+
+
+P = 4  # prompt tokens
+
+
+@dataclass
+class Params:
+    n: int = 3
+    max_tokens: int | None = 10
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: Any = None
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
+    routed_experts_prompt_start: int = 0
+    presence_penalty: float = 0.0
+    structured_outputs: Any = None
+    bad_words: Any = None
+
+    def clone(self) -> Params:
+        return copy.copy(self)
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Tokens are bytes; what is no character (yet) is shown as tokenizers do."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def part(raw: bytes, start: int, version: int, reason: str = "length", text: str | None = None) -> CompletionOutput:
+    """An answer's tokens ``start`` to ``start + len(raw)``; log-prob and row of each say its place."""
+    places = np.arange(start, start + len(raw))
+    rows = places + P - 1 if start else np.arange(P + len(raw) - 1)
+    return CompletionOutput(
+        index=0,
+        token_ids=np.array(list(raw), np.int64),
+        text=raw.decode("utf-8", errors="ignore") if text is None else text,
+        finish_reason=reason,
+        policy_versions=np.full(len(raw), version, np.int32),
+        logprobs=-places.astype(np.float32),
+        routed_experts=rows[:, None, None].astype(np.uint8),
+    )
+
+
+def joined(first: bytes, rest: bytes, params: Params, reason: str = "length", text: str | None = None) -> Any:
+    one = part(first, 0, 3, "abort")
+    return join(2, one, part(rest, len(first), 4, reason, text), params, decode)
+
+
+def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: str) -> None:
+    assert output.index == 2
+    assert bytes(output.token_ids.tolist()) == raw
+    assert output.text == text
+    assert output.finish_reason == reason
+    assert output.policy_versions.tolist() == [3] * first + [4] * (len(raw) - first)
+    assert output.logprobs.tolist() == [-place for place in range(len(raw))]
+    assert output.routed_experts[:, 0, 0].tolist() == list(range(P + len(raw) - 1))
+
+
+def kept_words(ids: list[int], sizes: list[int]) -> KeptIds:
+    return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
+
+
+def test_words_past_a_stop_string_fall_away() -> None:
+    one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
+    one.kept, two.kept = kept_words([5], [0] * 6 + [1]), kept_words([6, 7, 8], [1, 0, -2, 0, 0])
+    kept = join(2, one, two, Params(stop="STOP"), decode).kept
+    assert kept is not None
+    assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
+
+
+ROWS = np.full((3, 2, 2), 1, np.int8)
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [(ROWS + 1, ROWS + 1), (None, ROWS)])
+def test_a_rest_follows_what_was_recorded_and_else_what_the_user_gave(recorded: Any, expected: Any) -> None:
+    asked = Request(request_id="r", sampling_params=None, prompt_token_ids=np.arange(P), routed_experts=ROWS)
+    rest = request_for_rest(asked, "r~1", np.arange(P), part(b"ab", 0, 1), recorded)
+    assert rest.prompt_token_ids.tolist() == [0, 1, 2, 3, 97, 98]
+    assert (rest.routed_experts == expected).all()
+    again = request_for_rest(asked, "r~1", np.arange(P), None)
+    assert (again.routed_experts == ROWS).all()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "after", "whole"),
+    [
+        ("none", "forced", "none", "forced"),
+        ("forced", "forced", "none", "forced"),
+        ("live", "forced", "none", "live"),
+        ("none", "live", "none", "live"),
+        ("none", "forced", "live", "live"),  # the rest lost its cache, and was routed again
+    ],
+)
+def test_an_answer_says_the_worst_of_how_it_was_read_again(before: Any, now: Any, after: Any, whole: str) -> None:
+    first, rest = part(b"ab", 0, 1), part(b"cd", 2, 2)
+    first.resume, rest.resume = before, after
+    assert join(0, first, rest, Params(), decode, now).resume == whole
+
+
+def test_a_rest_that_was_cut_before_its_first_token_leaves_the_first_part_as_it_was() -> None:
+    one, nothing = part(b"abc", 0, 3, "abort"), part(b"", 3, 4, "abort")
+    nothing.routed_experts = nothing.logprobs = None  # as vLLM gives it
+    check(join(2, one, nothing, Params(stop="c"), decode), b"abc", "abc", 3, "abort")
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "stop", "raw", "text"),
+    [
+        (b"one STO", b"P two", "STOP", b"one STOP", "one "),
+        (b"one S", b"TOP two", ["STOP"], b"one STOP", "one "),
+        (b"ab", b"cdcd", ["abcd", "bc"], b"abc", "a"),  # the one that ends first
+        (b"aab", b"c", "bcd", b"aabc", "aabc"),
+        (b"STOP one", b" two", "STOP", b"STOP one two", "STOP one two"),  # vLLM has let it pass: min_tokens
+    ],
+)
+def test_a_stop_string_across_the_cut_ends_the_answer(
+    first: bytes, rest: bytes, stop: Any, raw: bytes, text: str
+) -> None:
+    output = joined(first, rest, Params(stop=stop))
+    check(output, raw, text, len(first), "length" if text == (first + rest).decode() else "stop")
+
+
+def test_a_stop_string_may_stay_in_the_text() -> None:
+    output = joined(b"one S", b"TOP two", Params(stop="STOP", include_stop_str_in_output=True))
+    check(output, b"one STOP", "one STOP", 5, "stop")
+    assert output.stop_reason == "STOP"
+
+
+def test_a_stop_string_that_vllm_found_in_the_rest_stays_as_it_found_it() -> None:
+    output = joined(b"one ", b"two.", Params(stop="."), "stop", "two")
+    check(output, b"one two.", "one two", 4, "stop")
+
+
+def test_a_stop_string_before_the_least_number_of_tokens_does_not_count() -> None:
+    assert joined(b"S", b"TOP and on", Params(stop="STOP", min_tokens=6)).finish_reason == "length"
+    assert joined(b"S", b"TOP and on", Params(stop="STOP", min_tokens=3)).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("cut", [5, 6])  # in the middle of a character of three bytes
+def test_a_cut_inside_a_character_gives_the_whole_text(cut: int) -> None:
+    raw = "a é€ b".encode()
+    assert decode(raw[:cut]).endswith("\ufffd")
+    output = joined(raw[:cut], raw[cut:], Params(), text="")  # vLLM was not asked for the rest's text
+    check(output, raw, "a é€ b", cut, "length")
+
+
+def test_half_a_character_at_the_end_has_no_text_as_in_vllm() -> None:
+    one, two, three = "é".encode(), "ü".encode(), "ö".encode()
+    check(joined(one[:1], one[1:] + two + three[:1], Params()), one + two + three[:1], "éü", 1, "length")
+
+
+def test_a_token_that_ends_the_answer_has_no_text_after_a_cut_inside_a_character() -> None:
+    raw = "é!".encode()
+    assert joined(raw[:1], raw[1:], Params(), "stop", "").text == "é"
+    assert joined(raw[:1], raw[1:], Params(include_stop_str_in_output=True), "stop", "").text == "é!"
+
+
+def test_stop_strings_are_found_after_a_cut_inside_a_character() -> None:
+    raw = "é and STOP and on".encode()
+    check(joined(raw[:1], raw[1:], Params(stop="STOP"), text=""), raw[:11], "é and ", 1, "stop")
+
+
+def test_the_rest_is_asked_for_with_what_is_left() -> None:
+    params = Params(max_tokens=10, min_tokens=4, seed=100, stop="x")
+    rest = sampling_for_rest(params, 2, P, part(b"abc", 0, 3), decode)
+    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 102, "x")
+    assert rest.routed_experts_prompt_start == P + 2
+    assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_an_answer_that_has_all_its_tokens_is_not_gone_on_with(limit: int) -> None:
+    said = f"answer 1 to resume has 3 tokens already: max_tokens={limit} must be larger"
+    with pytest.raises(ValueError, match=said):
+        sampling_for_rest(Params(max_tokens=limit), 1, P, part(b"abc", 0, 3), decode)
+
+
+@pytest.mark.parametrize(
+    ("params", "can"),
+    [
+        (Params(), True),
+        (Params(stop=["x"], seed=3), True),
+        (Params(structured_outputs={"regex": "a"}), False),
+        (Params(presence_penalty=0.1), False),
+        (Params(bad_words=["two words"]), False),
+    ],
+)
+def test_what_depends_on_where_the_answer_began_cannot_be_continued(params: Params, can: bool) -> None:
+    assert can_continue(params) is can
+
+
+def test_after_a_cut_inside_a_character_vllm_makes_no_text() -> None:
+    rest = sampling_for_rest(Params(stop="x"), 0, P, part("é".encode()[:1], 0, 3), decode)
+    assert (rest.detokenize, rest.stop) == (False, None)
+
+
+def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
+    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
+    assert not build({}).skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ({"max_token": 3}, TypeError, "max_token"),
+        ({"temperature": -1.0}, Exception, "temperature must be non-negative"),
+        ({"n": 0}, Exception, "n must be at least 1"),
+        (5, ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got int"),
+        ("greedy", ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got str"),
+    ],
+)
+def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        build(spec)
+    assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
+
+
+@pytest.mark.parametrize("options", [{"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+"])
+def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> None:
+    with pytest.raises(vllm_client_errors(), match=r"structured outputs|guided_options"):
+        build({}, options)
+
+
+def test_the_frontend_asks_for_no_top_k() -> None:
+    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
+    assert lift_top_k_rule(engine) is True
+    assert lift_top_k_rule(engine) is False
+
+
+def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
+    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
+    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
+
+
+def test_a_prompt_that_was_cut_has_no_scores() -> None:
+    assert prompt_logprobs(None, 3) is None

@@ -169,13 +169,6 @@ def test_a_question_behind_a_long_queue_is_dropped_and_proves_nothing(monkeypatc
     assert engine.log[-2:] == ["probe", ("abort", ["probe-3"])]
 
 
-def test_what_the_engine_refuses_is_raised() -> None:
-    engine = FakeLLM()
-    engine.fail["probe"] = ValueError("the prompt is too long")
-    with pytest.raises(ValueError, match="too long"):
-        ask(engine, CANARY)
-
-
 # -- versions of an adapter --------------------------------------------------------------------------------------------
 
 
@@ -276,19 +269,6 @@ def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_s
     run_adapters(script)
 
 
-def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.stage(1)
-        await bench.stage(2)
-        await bench.until("v2")
-        report = bench.versions.swap(1)
-        assert (report.started, report.error) == (False, "adapter version 1 is not the one staged last")
-        assert bench.versions.swap(2).error is None
-        assert not bench.versions.swap(2).started  # nothing is staged now
-
-    run_adapters(script)
-
-
 def test_whole_weights_take_the_adapters_place(run_adapters: RunAdapters) -> None:
     async def script(bench: AdapterBench) -> None:
         await bench.update(1)
@@ -321,44 +301,12 @@ def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(run_adapters:
     run_adapters(script)
 
 
-def test_files_that_are_not_what_was_published_are_not_loaded(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.update(1)
-        path = bench.folder / "v1.safetensors"
-        path.write_bytes(path.read_bytes().replace(b"v1", b"v9"))
-        with pytest.raises(DigestMismatch):
-            await bench.versions.stage(1)
-        await bench.until("v1")
-
-    run_adapters(script)
-
-
-def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
-    bench = AdapterBench(tmp_path)
-    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
-        bench.versions.init({"folder": str(bench.folder)}, True)
-
-
 def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
     bench = AdapterBench(tmp_path, lora=False)
     with pytest.raises(ValueError, match="started without: pass enable_lora=True and max_lora_rank="):
         bench.versions.init({"folder": str(bench.folder)}, False)
     with pytest.raises(WeightSyncError, match="not initialised"):
         asyncio.run(bench.versions.stage(1))
-
-
-def test_none_is_loaded_into_an_engine_that_sleeps(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        def refuse(what: str) -> None:
-            raise EngineError(f"{what}: the engine sleeps")
-
-        bench.versions = AdapterVersions(bench.engine, bench.requests, refuse)  # type: ignore[arg-type]
-        bench.versions.init({"folder": str(bench.folder)}, False)
-        with pytest.raises(EngineError, match="the update of an adapter: the engine sleeps"):
-            await bench.stage(1)
-        assert bench.engine.adapters == {}
-
-    run_adapters(script)
 
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
@@ -379,27 +327,6 @@ GOOD = [
 
 def make(engine: FakeLLM | None = None) -> EngineWeights:
     return EngineWeights(engine or FakeLLM(), lambda: dict(EXPECTED))
-
-
-def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
-    engine = FakeLLM()
-    engine.fail["pause"] = RuntimeError("no pause")
-    weights = make(engine)
-    report = swap(weights)
-    assert (report.started, report.error) == (False, "RuntimeError: no pause")
-    assert engine.log == [("pause", "keep", False), "resume"]
-    assert weights.version == 0
-
-
-def test_an_engine_that_the_user_paused_stays_paused() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    asyncio.run(weights.pause("keep", False))
-    report = swap(weights)
-    assert (report.error, report.unproved) == (None, "the engine is paused")
-    assert engine.log == [GOOD[0], *GOOD[:4]]
-    asyncio.run(weights.resume())
-    assert swap(weights).unproved == ""
 
 
 @pytest.mark.parametrize("when", ["before the swap", "after it failed"])
@@ -434,14 +361,6 @@ def test_where_all_requests_were_aborted_the_canary_is_asked_afterwards() -> Non
     assert engine.log == [("pause", "abort", False), *GOOD[1:4], "resume", "probe"]
 
 
-def test_a_canary_that_cannot_even_be_asked_leaves_the_engine_paused() -> None:
-    engine = FakeLLM()
-    engine.fail["probe"] = ValueError("the prompt is too long")
-    report = swap(make(engine))
-    assert (report.started, report.error) == (True, "ValueError: the prompt is too long")
-    assert engine.log == [*GOOD[:5], ("pause", "keep", False), ("abort", [])]
-
-
 @pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
 def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str) -> None:
     engine = FakeLLM()
@@ -464,41 +383,6 @@ def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str
 
     asyncio.run(main())
     assert engine.log == [*GOOD, "resume", ("pause", "abort", True)]
-
-
-def test_the_user_resumes_no_weights_that_failed() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
-    swap(weights)
-    with pytest.raises(WeightSyncError, match="it must be updated, or restarted, first"):
-        asyncio.run(weights.resume())
-    assert "resume" not in engine.log
-    engine.fail.clear()
-    swap(weights)
-    asyncio.run(weights.resume())
-    assert engine.log[-1] == "resume"
-
-
-def test_requests_that_arrive_during_a_swap_wait_for_its_salt() -> None:
-    async def arrive() -> tuple[bool, dict[str, str]]:
-        engine = FakeLLM()
-        weights, release = make(engine), asyncio.Event()
-
-        async def held() -> None:
-            await release.wait()
-
-        engine.start_weight_update = held  # type: ignore[method-assign]
-        swapping = asyncio.create_task(weights.swap(7, "keep", False))
-        await asyncio.sleep(0.05)
-        salt = asyncio.create_task(weights.salt())
-        await asyncio.sleep(0.01)
-        waited = not salt.done()
-        release.set()
-        await swapping
-        return waited, await salt
-
-    assert asyncio.run(arrive()) == (True, {"cache_salt": "swap-1"})
 
 
 def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False, patience: float = 60.0) -> Any:
@@ -527,17 +411,6 @@ def test_an_update_that_fails_pauses_the_engine_unless_the_old_weights_are_whole
     assert (report.started, report.error) == (not whole, "RuntimeError: boom")
     assert engine.log == [*GOOD[:done], *(["resume"] if whole else [])]
     assert weights.version == 0
-
-
-def test_a_second_attempt_that_cannot_even_pause_leaves_bad_weights_paused() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
-    swap(weights)
-    engine.fail["pause"] = RuntimeError("no pause")
-    report = swap(weights)
-    assert (report.started, report.error) == (True, "RuntimeError: no pause")
-    assert "resume" not in engine.log
 
 
 def test_workers_that_do_not_answer_are_not_whole() -> None:
@@ -645,18 +518,6 @@ def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) 
         assert asyncio.run(staged(weights, 1, verify=verify)).digest == manifest.digest
 
 
-def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    asyncio.run(weights.init("gloo", {"port": 1}))
-    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 5)
-    with pytest.raises(WeightSyncError, match="cannot look version 5 up: give its manifest"):
-        asyncio.run(staged(weights, 5))
-    found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
-    assert found.digest == manifest.digest
-    assert engine.log[-1] == ("stage", manifest.to_json(), True, 1)
-
-
 def test_workers_are_looked_after_until_all_have_ended(tmp_path: Path) -> None:
     engine = FakeLLM()
     weights = memmap(engine, tmp_path)
@@ -692,16 +553,6 @@ def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) ->
     found, error = asyncio.run(run())
     assert found.nbytes == 16
     assert str(error) == "another version was staged meanwhile"
-
-
-def test_a_worker_that_could_not_stage_says_why(tmp_path: Path) -> None:
-    engine = FakeLLM()
-    weights = memmap(engine, tmp_path)
-    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
-    asyncio.run(staged(weights, 1))
-    engine.reports = [[report(), report(error="MemoryError: no room")]]
-    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
-        asyncio.run(staged(weights, 1))
 
 
 # -- what leaves ------------------------------------------------------------------------------------------------------
@@ -778,16 +629,6 @@ def stamped(weights: EngineWeights, name: str, *lengths: int) -> list[list[int]]
     return [output.policy_versions.tolist() for output in done.outputs]
 
 
-def test_tokens_delivered_before_a_swap_keep_their_version() -> None:
-    engine = FakeLLM()
-    engine.counts = {"0_a": ("a", 0, 2), "1_a": ("a", 1, 0), "b": ("b", 0, 3)}
-    weights = make(engine)
-    swap(weights, 1)
-    assert stamped(weights, "a", 4, 2) == [[0, 0, 1, 1], [1, 1]]
-    assert stamped(weights, "b", 3) == [[0, 0, 0]]
-    assert stamped(weights, "c", 2) == [[1, 1]]
-
-
 def test_tokens_of_the_last_step_are_waited_for() -> None:
     engine = FakeLLM()
     engine.counts = {"a": ("a", 0, 2)}
@@ -797,22 +638,12 @@ def test_tokens_of_the_last_step_are_waited_for() -> None:
     assert stamped(weights, "a", 5) == [[0, 0, 0, 0, 1]]
 
 
-def test_requests_that_are_over_are_forgotten() -> None:
-    engine = FakeLLM()
-    engine.counts = {"refused": ("refused", 0, 2)}
-    weights = make(engine)
-    swap(weights, 1)
-    engine.counts = {}
-    swap(weights, 2)
-    assert stamped(weights, "refused", 3) == [[2, 2, 2]]  # the name may come again
-
-
 # -- over real engines ------------------------------------------------------------------------------------------------
 
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [7], [200, 3, 3, 199] * 6]
 FAMILIES = [
-    pytest.param(family, marks=pytest.mark.engine(family))
-    for family in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+    *(pytest.param(family, marks=pytest.mark.engine(family)) for family in ("qwen3_moe", "deepseek_v3")),
+    *(pytest.param(name, marks=[pytest.mark.engine(name), pytest.mark.parity]) for name in ("mixtral", "olmoe")),
 ]
 
 
@@ -896,7 +727,7 @@ Train = Callable[..., Trainer]
 def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, train: Train) -> None:
     trainer = train()
     trainer.assert_agrees(trainer.generate())
-    for seed in range(4):
+    for seed in range(2):
         trainer.reference.change(seed)
         assert (
             trainer.reference.distance(*trainer.generate(PROMPTS[:1])) > 100 * TOLERANCE
@@ -928,14 +759,14 @@ def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
 @pytest.mark.engine("qwen3_moe")
 def test_a_canary_that_fails_holds_every_request_until_good_weights_come(train: Train) -> None:
     """Requests in flight ran on the failed weights for a moment: none of their tokens may be of those."""
-    trainer, prompts = train(), [list(range(start, 60)) for start in range(44, 56)]
+    trainer, prompts = train(), [list(range(start, 60)) for start in range(44, 50)]
     trainer.update()
     canary = trainer.canary([5, 6, 7])  # of the old weights
     trainer.reference.change(41)
     version = trainer.sender.publish()
     trainer.stage(version)
     done: list[Completion] = []
-    thread = threading.Thread(target=lambda: done.extend(trainer.generate(prompts, tokens=300)))
+    thread = threading.Thread(target=lambda: done.extend(trainer.generate(prompts, tokens=200)))
     thread.start()
     let_run(trainer.engine)
     report = trainer.swap(version, canary=canary)
@@ -950,7 +781,7 @@ def test_a_canary_that_fails_holds_every_request_until_good_weights_come(train: 
     assert len(done) == len(prompts)
     trainer.assert_agrees(done)
     for completion in done:
-        assert completion.outputs[0].policy_versions.tolist() == [good] * 300
+        assert completion.outputs[0].policy_versions.tolist() == [good] * 200
         assert completion.outputs[0].finish_reason == "length"
     trainer.assert_agrees(trainer.generate())
 
@@ -1059,7 +890,7 @@ def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone
 
         def ask() -> None:
             try:
-                trainer.generate([[1, 2, 3]] * 32, tokens=450)
+                trainer.generate([[1, 2, 3]] * 16, tokens=450)
             except EngineError as error:  # nobody is left to answer
                 failures.append(error)
 
@@ -1098,3 +929,54 @@ def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShe
                     assert trainer.swap(version).error is None
         timer.join()
         trainer.sender.shutdown()
+
+
+def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
+    bench = AdapterBench(tmp_path)
+    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
+        bench.versions.init({"folder": str(bench.folder)}, True)
+
+
+def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.stage(1)
+        await bench.stage(2)
+        await bench.until("v2")
+        report = bench.versions.swap(1)
+        assert (report.started, report.error) == (False, "adapter version 1 is not the one staged last")
+        assert bench.versions.swap(2).error is None
+        assert not bench.versions.swap(2).started  # nothing is staged now
+
+    run_adapters(script)
+
+
+def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    asyncio.run(weights.init("gloo", {"port": 1}))
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 5)
+    with pytest.raises(WeightSyncError, match="cannot look version 5 up: give its manifest"):
+        asyncio.run(staged(weights, 5))
+    found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
+    assert found.digest == manifest.digest
+    assert engine.log[-1] == ("stage", manifest.to_json(), True, 1)
+
+
+def test_a_worker_that_could_not_stage_says_why(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    asyncio.run(staged(weights, 1))
+    engine.reports = [[report(), report(error="MemoryError: no room")]]
+    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
+        asyncio.run(staged(weights, 1))
+
+
+def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
+    engine = FakeLLM()
+    engine.fail["pause"] = RuntimeError("no pause")
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: no pause")
+    assert engine.log == [("pause", "keep", False), "resume"]
+    assert weights.version == 0

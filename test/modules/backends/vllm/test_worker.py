@@ -21,7 +21,7 @@ from support.waiting import until
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
-from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver
 
 
@@ -134,19 +134,6 @@ def test_a_load_that_broke_off_anywhere_is_made_good_by_the_next(
     assert same(weights_of(model), values(5.0))
 
 
-def test_tensors_stay_until_the_update_is_finished(worker: Any, store: WeightStoreWriter) -> None:
-    """vLLM copies some of them only then."""
-    for version in (1, 2):
-        store.publish(values(1.0).items(), version)
-    worker.start_weight_update()
-    receive(worker, 1)
-    store.publish(values(3.0).items(), 3)
-    assert WeightStoreReader(store.folder).versions() == [1, 2, 3]
-    worker.finish_weight_update()
-    store.publish(values(4.0).items(), 4)
-    assert WeightStoreReader(store.folder).versions() == [3, 4]
-
-
 def test_a_version_that_is_not_there_leaves_the_model_whole_and_old(
     worker: Any, model: Model, store: WeightStoreWriter
 ) -> None:
@@ -179,25 +166,6 @@ def test_a_model_that_takes_no_tensor_stays_whole_and_old(worker: Any, model: Mo
     assert same(weights_of(model), values(1.0))
 
 
-def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: WeightStoreWriter) -> None:
-    store.publish(values(1.0).items(), 1)
-    model.stop_at = "second.a"
-    worker.start_weight_update()
-    with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 1"):
-        receive(worker, 1)
-
-
-def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
-    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
-
-    with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; the worker has 'memmap'"):
-        worker.init_transfer_engine(InitInfo(transport="carrier pigeon", options={}))
-    fresh = WeightEngine(SimpleNamespace(), worker.vllm_config, torch.device("cpu"), model)
-    fresh.start_weight_update()
-    with pytest.raises(RuntimeError, match="the weight transport is not initialised"):
-        receive(fresh, 1)
-
-
 def test_on_cpu_packed_kernels_are_dropped_and_come_back_where_nothing_was_loaded(worker: Any, model: Model) -> None:
     model.first.quant_method = reloaded = SimpleNamespace(moe_kernel="old")
     model.second.quant_method = untouched = SimpleNamespace(moe_kernel="kept")
@@ -216,16 +184,9 @@ def test_kernels_survive_an_update_that_broke_off(worker: Any, model: Model) -> 
     assert method.moe_kernel == "old"
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        ("mixtral", "qwen3_moe:tied", "deepseek_v3:bf16"),
-        pytest.param(("qwen3_moe", "olmoe", "deepseek_v3", "qwen3:tied"), marks=pytest.mark.parity),
-    ],
-    ids=" ".join,
-)
-def test_vllms_models_are_bitwise_what_a_start_would_have_made(cases: tuple[str, ...]) -> None:
-    """Tied heads, packed and absorbed weights, correction biases; the same model many times."""
+@pytest.mark.parity
+def test_more_of_vllms_models_are_bitwise_what_a_start_would_have_made() -> None:
+    cases = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "qwen3:tied")
     command = [sys.executable, "-m", "support.reload_check", *cases]
     done = subprocess.run(command, env=toy_environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -256,17 +217,6 @@ def test_staging_fetches_and_only_a_load_changes_the_model(worker: Any, model: M
         assert same(weights_of(model), before)
     load(worker, 3)
     assert same(weights_of(model), values(30.0))
-
-
-def test_the_manifest_that_was_staged_is_the_one_that_is_loaded(
-    worker: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not every receiver can look one up."""
-    monkeypatch.setattr(MemmapReceiver, "manifest", lambda *_: pytest.fail("it was staged"))
-    assert begin(worker, store.publish(values(10.0).items(), 1))
-    finished(worker)
-    load(worker, 1)
-    assert same(weights_of(model), values(10.0))
 
 
 def test_a_staging_that_failed_leaves_the_old_weights_and_the_next_is_good(
@@ -319,21 +269,6 @@ def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
     assert fetches == [1, 1, 2]
 
 
-def test_a_version_is_not_left_to_a_transport_that_was_given_up(
-    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchrl_moe.modules.backends.vllm.worker import InitInfo
-
-    release = threading.Event()
-    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
-    version = store.publish(values(1.0).items(), 1)
-    assert begin(worker, version)
-    worker.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
-    assert not begin(worker, version)
-    release.set()
-    finished(worker)
-
-
 # -- the extension -----------------------------------------------------------------------------------------------------
 
 
@@ -349,27 +284,6 @@ def test_an_adapter_is_loaded_and_its_modules_that_are_not_adapted_are_named() -
     worker.add_lora = lambda lora: bool(adapters.update({lora.lora_int_id: SimpleNamespace(loras=loras)}))
     fields = {"lora_name": "tiny", "lora_int_id": 7, "lora_path": "somewhere"}
     assert worker.torchrl_moe_load_adapter(fields) == ["layers.0.mlp.up_proj", "lm_head"]
-
-
-def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    class Engine:
-        whole = False
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **kwargs: asked.append((name, args, kwargs)) or name
-
-    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(1))], 4)
-    worker = WorkerExtension()
-    worker.weight_transfer_engine = Engine()
-    assert worker.torchrl_moe_stage(manifest.to_json(), False, 2) == "stage"
-    assert worker.torchrl_moe_staged() == "staged"
-    assert worker.torchrl_moe_whole() is False
-    assert asked == [
-        ("stage", (manifest.to_json(),), {"verify": False, "threads": 2}),
-        ("staged", (), {}),
-    ]
 
 
 def told(frames: list[bytes]) -> Any:
@@ -401,6 +315,126 @@ def test_it_shares_no_name_with_vllms_workers_which_vllm_would_refuse(place: str
     assert not ours & set(dir(resolve_obj_by_qualname(f"vllm.v1.worker.{place}")))
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_the_engines_workers_have_it(engine: Any) -> None:
-    assert engine.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]]]
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+RELOADED = ("qwen3_moe:tied", "deepseek_v3:bf16")
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM has its own kernels here")
+
+PROGRAM = """
+import json, os, sys
+from torchrl_moe.modules.backends.vllm import cpu_kernels
+light = not any(name.partition(".")[0] == "vllm" for name in sys.modules)
+import vllm.config.vllm as config
+from vllm.platforms import current_platform
+
+def asked_for(value):
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = value
+    cpu_kernels.register()
+    return config.HAS_TRITON
+
+v1 = asked_for("0")
+os.environ.pop("VLLM_USE_V2_MODEL_RUNNER")
+cpu_kernels.register()
+cpu_kernels.register()
+import vllm.v1.worker.gpu.cp_utils as early
+current_platform.register_triton_kernel_overrides()
+import vllm.v1.worker.gpu.mm.rope as late
+from vllm.v1.worker.gpu import input_batch
+from vllm.v1.worker.gpu.sample import gumbel
+
+def error(kernel):
+    try:
+        kernel[(1,)](1, 2, BLOCK_SIZE=3)
+    except NotImplementedError as caught:
+        return str(caught)
+
+found = {
+    "light": light, "v1": v1, "v2": config.HAS_TRITON,
+    "early": error(early._dcp_local_seq_lens_kernel), "late": error(late._prepare_rope_positions_kernel),
+    "again": cpu_kernels.install() is None,
+    "ours": all(type(getattr(m, n)).__name__ == "KernelOverride" for m, n in (
+        (input_batch, "_post_update_kernel"), (gumbel, "_temperature_kernel"))),
+    "not_kernels": [input_batch.post_update.__module__, gumbel.apply_temperature.__module__],
+}
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+import torch
+from support import reload_check
+from torchrl_moe import _compat
+
+torch.set_num_threads(1)
+_compat.inspect_models_here()  # as an engine's process does: no other process imports vLLM for each family
+print(json.dumps(found | {"reloads": {case: reload_check.check(case) for case in sys.argv[1:]}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, Any]:
+    """What a process says that installs the kernels, and reloads vLLM's models: it changes torch and vLLM for good."""
+    command = [sys.executable, "-c", PROGRAM, *RELOADED]
+    done = subprocess.run(command, env=toy_environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_vllms_models_are_bitwise_what_a_start_would_have_made(installed: dict[str, Any]) -> None:
+    """Tied heads, packed and absorbed weights, correction biases; the same model many times."""
+    assert installed["reloads"] == {case: [] for case in RELOADED}
+
+
+@ON_CPU
+def test_importing_the_plugin_is_light_and_it_leaves_v1_alone(installed: dict[str, Any]) -> None:
+    assert installed["light"]
+    assert not installed["v1"]
+    assert installed["v2"]
+
+
+@ON_CPU
+def test_the_kernels_are_installed_once(installed: dict[str, Any]) -> None:
+    assert installed["ours"] and installed["again"]
+    assert installed["not_kernels"] == ["vllm.v1.worker.gpu.input_batch", "vllm.v1.worker.gpu.sample.gumbel"]
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("when", "kernel"),
+    [("early", "cp_utils._dcp_local_seq_lens_kernel"), ("late", "mm.rope._prepare_rope_positions_kernel")],
+)
+def test_another_kernel_fails_with_its_name(installed: dict[str, Any], when: str, kernel: str) -> None:
+    """In a module that was imported before the kernels were installed, and in one that is imported later."""
+    assert f"vLLM's Triton kernel vllm.v1.worker.gpu.{kernel} has no CPU version in torchrl_moe" in installed[when]
+    assert "run on a GPU" in installed[when]
+
+
+def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
+
+    with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; the worker has 'memmap'"):
+        worker.init_transfer_engine(InitInfo(transport="carrier pigeon", options={}))
+    fresh = WeightEngine(SimpleNamespace(), worker.vllm_config, torch.device("cpu"), model)
+    fresh.start_weight_update()
+    with pytest.raises(RuntimeError, match="the weight transport is not initialised"):
+        receive(fresh, 1)
+
+
+def test_a_version_is_not_left_to_a_transport_that_was_given_up(
+    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo
+
+    release = threading.Event()
+    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
+    version = store.publish(values(1.0).items(), 1)
+    assert begin(worker, version)
+    worker.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
+    assert not begin(worker, version)
+    release.set()
+    finished(worker)
+
+
+def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: WeightStoreWriter) -> None:
+    store.publish(values(1.0).items(), 1)
+    model.stop_at = "second.a"
+    worker.start_weight_update()
+    with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 1"):
+        receive(worker, 1)

@@ -1,9 +1,11 @@
-"""The balancer: a hierarchy of opinions, and leases that count each request exactly once."""
+"""The balancer: a hierarchy of opinions, groups, and leases that count each request exactly once."""
 
 from __future__ import annotations
 
-import random
+import re
+import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +22,24 @@ from hypothesis.stateful import (
 
 from support.clock import Clock
 from support.strategies import Says
-from torchrl_moe.errors import EngineError, NoReplicaError, StaleReplicaError
+from torchrl_moe.errors import NoReplicaError, StaleReplicaError
+from torchrl_moe.modules.serving import candidates as groups_module
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.candidates import TRANSITIONS, Candidates, ReplicaState, TableEntry
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.strategies import RoutingContext, Strategy
+from torchrl_moe.modules.serving.candidates import TRANSITIONS, Candidates, Groups, ReplicaState, TableEntry
+from torchrl_moe.modules.serving.strategies import (
+    STRATEGIES,
+    Hierarchy,
+    KVCache,
+    LeastRequests,
+    PowerOfTwo,
+    PrefixAware,
+    RoundRobin,
+    RoutingContext,
+    SessionAffinity,
+    Settings,
+    Strategy,
+    make_strategy,
+)
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -35,43 +50,10 @@ def inflight(lb: LoadBalancer) -> list[int]:
 # -- construction -----------------------------------------------------------------------------------------------------
 
 
-def test_a_list_of_replicas_is_taken_to_be_serving() -> None:
-    lb = LoadBalancer(["a", "b"])
-    assert [entry.state for entry in lb.replica_table] == [ReplicaState.SERVING] * 2
-    assert [entry.replica for entry in lb.replica_table] == ["a", "b"]
-
-
-def test_a_service_is_balanced_over_its_own_replicas() -> None:
-    class Service:
-        replica_table = ReplicaTable("abc", ReplicaState.SERVING)
-
-    lb = LoadBalancer(Service())
-    lb.acquire()
-    assert lb.replica_table is Service.replica_table
-    assert [entry.inflight for entry in Service.replica_table] == [1, 0, 0]
-
-
 @pytest.mark.parametrize("wrong", [[], (), "actors", None, 3], ids=repr)
 def test_something_without_replicas_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="expected a service or a non-empty list of replicas, got"):
         LoadBalancer(wrong)
-
-
-@pytest.mark.parametrize("strategy", ["least_loaded", "round_robin", ["round_robin", "requests"], ("requests",)])
-def test_names_may_have_underscores_and_come_alone_or_in_any_sequence(strategy: Any) -> None:
-    lb = LoadBalancer(["a", "b"], strategy)
-    assert [lb.acquire().index for _ in range(3)] == [0, 1, 0]
-
-
-@pytest.mark.parametrize("strategy", ["fastest", ["requests", "fastest"], ""])
-def test_an_unknown_name_is_refused_wherever_it_stands(strategy: Any) -> None:
-    with pytest.raises(ValueError, match=r"unknown strategy '(fastest)?'; valid strategies: .*requests, round-robin"):
-        LoadBalancer(["a"], strategy)
-
-
-def test_an_empty_hierarchy_is_refused() -> None:
-    with pytest.raises(ValueError, match="strategy is empty: name at least one, for example 'requests'"):
-        LoadBalancer(["a"], [])
 
 
 def test_torchrls_arguments_stand_where_they_stood() -> None:
@@ -120,19 +102,6 @@ def test_by_default_prefixes_come_first_and_then_load() -> None:
     assert lb.acquire("x" * 100).index == 0
 
 
-def test_the_first_opinion_wins_and_the_rest_is_not_asked() -> None:
-    silent, loud, late = Says(None), Says(2), Says(1)
-    lb = LoadBalancer(list("abc"), [silent, loud, late])
-    assert lb.acquire().index == 2
-    assert (len(silent.asked), len(loud.asked), len(late.asked)) == (1, 1, 0)
-
-
-def test_without_any_opinion_the_least_loaded_is_taken() -> None:
-    lb = LoadBalancer(list("abc"), [Says(None), Says(None)])
-    assert [lb.acquire().index for _ in range(4)] == [0, 1, 2, 0]
-    assert inflight(lb) == [2, 1, 1]
-
-
 def test_a_strategy_sees_only_candidates_and_the_whole_request() -> None:
     ear = Says(None)
     lb = LoadBalancer(list("abcd"), ear)
@@ -172,33 +141,6 @@ def test_a_warning_that_is_an_error_counts_nothing() -> None:
 
 
 # -- who may serve ----------------------------------------------------------------------------------------------------
-
-
-PATHS = {
-    ReplicaState.STARTING: [ReplicaState.DEAD, ReplicaState.STARTING],
-    ReplicaState.DRAINING: [ReplicaState.DRAINING],
-    ReplicaState.SYNCING: [ReplicaState.SYNCING],
-    ReplicaState.QUARANTINED: [ReplicaState.SYNCING, ReplicaState.QUARANTINED],
-    ReplicaState.DEAD: [ReplicaState.DEAD],
-}
-"""From SERVING to each other state."""
-
-
-@pytest.mark.parametrize("state", PATHS)
-def test_only_a_serving_replica_takes_requests(state: ReplicaState) -> None:
-    lb = LoadBalancer(["a", "b"])
-    assert lb.acquire().index == 0
-    for step in PATHS[state]:
-        lb.replica_table.set_state(0, step)
-    assert [lb.acquire().index for _ in range(3)] == [1, 1, 1]
-    for step in PATHS[state]:
-        lb.replica_table.set_state(1, step)
-    with pytest.raises(NoReplicaError, match=f"no replica is serving: .*#1 {state.name}") as caught:
-        lb.acquire()
-    assert isinstance(caught.value, EngineError)
-    with pytest.raises(NoReplicaError):
-        lb.select_actor()
-    assert inflight(lb) == [1, 3]
 
 
 def test_min_version_keeps_stale_replicas_out() -> None:
@@ -242,26 +184,6 @@ def test_select_actor_answers_and_counts_nothing() -> None:
     assert [lb.select_actor() for _ in range(2)] == [1, 1]
 
 
-def test_select_actor_has_a_memory_for_prefixes() -> None:
-    lb = LoadBalancer(list("abcd"))
-    prompts = ["a" * 100, "b" * 100, "c" * 100]
-    assert [lb.select_actor(prompt) for prompt in prompts] == [0, 1, 2]
-    assert [lb.select_actor(prompt) for prompt in prompts[::-1]] == [2, 1, 0]
-
-
-def test_select_actor_takes_its_turn_in_round_robin_as_torchrls_does() -> None:
-    lb = LoadBalancer(list("abc"), "round-robin")
-    assert [lb.select_actor() for _ in range(4)] == [0, 1, 2, 0]
-
-
-def test_select_actor_passes_prompt_and_context_on() -> None:
-    ear = Says(1)
-    lb = LoadBalancer(["a", "b"], ear)
-    assert lb.select_actor(prompt="hi", request_context={"k": 1}) == 1
-    context = ear.asked[0][1]
-    assert (context.prompt, context.request_context) == ("hi", {"k": 1})
-
-
 def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
     lb = LoadBalancer(list("abc"), ["round-robin", "requests"])
     lb.replica_table.set_version(1, 7)
@@ -282,15 +204,6 @@ def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
             {**common, "actor_index": 2, "version": 0, "pending_requests": 9, "decisions": 1, "cache_usage": 0.25},
         ],
     }
-
-
-def test_the_round_robin_index_wraps_and_is_0_without_that_strategy() -> None:
-    lb = LoadBalancer(["a", "b"], ["requests", "round-robin"])
-    assert lb.get_stats()["round_robin_index"] == 0
-    turns = LoadBalancer(["a", "b"], "round-robin")
-    turns.acquire()
-    turns.acquire()
-    assert turns.get_stats()["round_robin_index"] == 0
 
 
 def test_a_balancer_prints_its_hierarchy_and_its_replicas() -> None:
@@ -332,22 +245,6 @@ def test_a_report_says_nothing_of_a_replica_that_started_over() -> None:
     assert lb.get_stats()["actor_stats"][0]["cache_usage"] is None
 
 
-@pytest.mark.parametrize(
-    ("stats", "match"),
-    [
-        ({"pending_requests": -1}, "pending_requests must be an integer from 0 to 2147483647, or None, got -1"),
-        ({"cache_usage": 1.5}, r"cache_usage must be a finite number from 0 to 1, or None, got 1\.5"),
-        ({"cache_usage": float("nan")}, "cache_usage must be a finite number from 0 to 1, or None, got nan"),
-    ],
-)
-def test_a_report_out_of_range_is_refused(stats: dict[str, Any], match: str) -> None:
-    lb = LoadBalancer(["a"])
-    with pytest.raises(ValueError, match=match):
-        lb.observe(0, **stats)
-    with pytest.raises(IndexError, match="actor index 1 out of range"):
-        lb.observe(1, pending_requests=1)
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -367,14 +264,6 @@ def test_a_group_stays_on_the_newest_version_that_served_when_it_began() -> None
     assert lb.acquire(group_id="g", min_version=2).version == 2
 
 
-def test_another_balancer_of_the_same_replicas_keeps_a_groups_version() -> None:
-    lb = LoadBalancer(list("ab"), "requests")
-    versions(lb, 1, 0)
-    lb.acquire(group_id="g")
-    versions(lb, 1, 2)
-    assert LoadBalancer(lb, "round-robin").acquire(group_id="g").version == 1
-
-
 def test_a_group_whose_version_is_gone_is_told_so() -> None:
     lb = LoadBalancer(list("ab"), "requests")
     lb.acquire(group_id="g")
@@ -389,15 +278,6 @@ def test_a_group_whose_version_is_gone_is_told_so() -> None:
     assert inflight(lb) == [1, 1]
 
 
-def test_a_named_replica_settles_a_groups_version_and_keeps_to_it() -> None:
-    lb = LoadBalancer(list("ab"), "requests")
-    versions(lb, 0, 1)
-    lb.acquire_at(0, group_id="g")
-    assert lb.acquire(group_id="g").index == 0
-    with pytest.raises(StaleReplicaError, match="replica 1 holds version 1, but group 'g' is on version 0"):
-        lb.acquire_at(1, group_id="g")
-
-
 def test_a_group_whose_requests_were_all_lost_begins_again_on_what_serves_then() -> None:
     lb = LoadBalancer(list("ab"), "requests")
     first, second = lb.acquire(group_id="g"), lb.acquire(group_id="g")
@@ -408,43 +288,6 @@ def test_a_group_whose_requests_were_all_lost_begins_again_on_what_serves_then()
         lb.acquire(group_id="g")  # the other may still come through
     second.release(None)
     assert lb.acquire(group_id="g").version == 1
-
-
-def test_a_group_of_which_one_was_answered_keeps_its_version() -> None:
-    lb = LoadBalancer(list("ab"), "requests")
-    first, second = lb.acquire(group_id="g"), lb.acquire(group_id="g")
-    for index in range(2):
-        lb.replica_table.set_version(index, 1)
-    first.release()
-    second.release(False)
-    with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
-        lb.acquire(group_id="g")
-
-
-# -- churn ------------------------------------------------------------------------------------------------------------
-
-
-def test_200_replicas_that_come_and_go_leave_no_counts_behind() -> None:
-    rng = random.Random(0)
-    lb = LoadBalancer(list(range(200)), ["session", "prefix-aware", "requests"])
-    leases: list[Lease] = []
-    for _ in range(4000):
-        what, entry = rng.random(), lb.replica_table[rng.randrange(200)]
-        if what < 0.6:
-            leases.append(lb.acquire([rng.randrange(50)] * 40, session_id=rng.choice([None, f"{rng.randrange(60)}"])))
-        elif what < 0.8 and leases:
-            leases.pop(rng.randrange(len(leases))).release()
-        elif what < 0.85 and leases:
-            with pytest.raises(KeyError), leases.pop():
-                raise KeyError
-        elif what < 0.9:
-            lb.replica_table.set_version(entry.index, entry.version + 1)
-        else:
-            lb.replica_table.set_state(entry.index, rng.choice(sorted(TRANSITIONS[entry.state], key=lambda s: s.name)))
-    assert sum(inflight(lb)) == len(leases) > 500
-    for lease in leases * 2:  # late, and twice; many of their replicas are gone
-        lease.release()
-    assert inflight(lb) == [0] * 200
 
 
 # -- any sequence at all ----------------------------------------------------------------------------------------------
@@ -553,4 +396,217 @@ class Leasing(RuleBasedStateMachine):
 
 
 def test_load_equals_the_leases_held_after_any_sequence() -> None:
-    run_state_machine_as_test(Leasing, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(Leasing, settings=settings(max_examples=30, stateful_step_count=40))
+
+
+def test_a_lease_says_where_and_which_version() -> None:
+    lb = LoadBalancer(["a", "b"])
+    lb.replica_table.set_version(0, 4)
+    lease = lb.acquire()
+    assert (lease.index, lease.version) == (0, 4)
+    lb.replica_table.set_version(0, 5)
+    assert lease.version == 4
+    assert repr(lease) == "Lease(replica=0, version=4, held)"
+    lease.release()
+    assert repr(lease) == "Lease(replica=0, version=4, released)"
+
+
+def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> None:
+    lb = LoadBalancer(["a"])
+    lease = lb.acquire()
+    threads = [threading.Thread(target=lease.release) for _ in range(2)]
+    with lb.replica_table.changed:  # both get past any first look, and wait here
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.05)
+    for thread in threads:
+        thread.join()
+    assert inflight(lb) == [0]
+
+
+def test_a_lease_keeps_the_replica_that_it_was_given_for() -> None:
+    lb = LoadBalancer(["a"])
+    lease = lb.acquire()
+    lb.replica_table.mark_dead(0)
+    lb.replica_table.replace(0, "b")
+    assert (lease.replica, lb.replica_table[0].replica) == ("a", "b")
+    lease.release(False)
+    assert inflight(lb) == [0]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [([False, None], None), ([None, None], None), ([True, False], 3), ([False, True], 3), ([False], 3)],
+    ids=str,
+)
+def test_it_is_unsettled_once_all_have_ended_and_none_was_answered(
+    ends: list[bool | None], expected: int | None
+) -> None:
+    groups = Groups()
+    for over, end in zip([groups.join("g", 3), groups.join("g", 3)], ends, strict=False):
+        over(end)
+    assert groups.version("g") == expected
+
+
+def test_groups_with_requests_under_way_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "MOST_GROUPS", 64)
+    groups, count = Groups(), 64 + 1
+    ends = [groups.join(str(number), 1) for number in range(count)]
+    groups.join("0", 2)(True)  # a later request of the first is on the same version
+    assert {groups.version(str(number)) for number in range(count)} == {1}
+    for over in ends:
+        over(True)
+    assert groups.version("0") is None  # those are bounded
+    assert groups.version(str(count - 1)) == 1
+
+
+def test_an_end_that_settles_what_others_wait_for_is_reported_once() -> None:
+    groups, told = Groups(), []
+    groups.listeners.add(told.append)
+    groups.join("other", 3)
+    first, second, third = (groups.join("g", 3) for _ in range(3))
+    first(False)
+    assert groups.may_begin_again("g") is True
+    second(False)
+    assert told == []  # the third may still be answered
+    third(None)
+    assert told == ["g"]
+    assert groups.may_begin_again("g") is False
+    fourth, fifth = (groups.join("g", 4) for _ in range(2))
+    assert groups.may_begin_again("g") is True
+    fourth(True)
+    fifth(True)
+    assert told == ["g", "g"]
+    assert (groups.may_begin_again("g"), groups.version("g")) == (False, 4)
+
+
+# -- the hierarchy by itself -------------------------------------------------------------------------------------------
+
+
+CONTEXT = RoutingContext()
+
+
+def fails() -> None:
+    raise ZeroDivisionError("mine")
+
+
+def candidates(*inflight: int) -> Candidates:
+    return Candidates([TableEntry(i, None, inflight=count, cache=i) for i, count in enumerate(inflight)])
+
+
+def chosen(hierarchy: Hierarchy, *inflight: int) -> int:
+    return hierarchy.choose(candidates(*inflight), CONTEXT).index
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("prefix-aware", PrefixAware),
+        ("prefix_aware", PrefixAware),
+        ("session", SessionAffinity),
+        ("requests", LeastRequests),
+        ("least-loaded", LeastRequests),
+        ("least_loaded", LeastRequests),
+        ("kv-cache", KVCache),
+        ("kv_cache", KVCache),
+        ("power-of-two", PowerOfTwo),
+        ("power_of_two", PowerOfTwo),
+        ("round-robin", RoundRobin),
+        ("round_robin", RoundRobin),
+    ],
+)
+def test_a_name_with_hyphens_or_underscores_makes_a_strategy_of_its_own(name: str, kind: type) -> None:
+    made = make_strategy(name)
+    assert type(made) is kind
+    assert made is not make_strategy(name)  # a turn is not shared between balancers
+
+
+def test_an_unknown_name_lists_the_valid_ones() -> None:
+    valid = "kv-cache, least-loaded, power-of-two, prefix-aware, requests, round-robin, session"
+    with pytest.raises(ValueError, match=f"unknown strategy 'fastest'; valid strategies: {valid}"):
+        make_strategy("fastest")
+    with pytest.raises(ValueError, match=f"strategy is empty: name at least one.*valid strategies: {valid}"):
+        Hierarchy([], Settings())
+
+
+# -- opinions ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_any_opinion_the_least_loaded_is_taken() -> None:
+    assert chosen(Hierarchy([Says(lambda: None), Says(lambda: None)], Settings()), 5, 3, 4) == 1
+
+
+def test_one_that_fails_falls_to_the_next_with_one_warning() -> None:
+    hierarchy = Hierarchy([Says(fails, "broken"), Says(lambda: 2)], Settings())
+    with pytest.warns(
+        UserWarning, match=r"strategy 'broken' failed with ZeroDivisionError\('mine'\); the next"
+    ) as seen:
+        assert [chosen(hierarchy, 0, 0, 0) for _ in range(50)] == [2] * 50
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("answer", [3, -1, "a", [0]], ids=repr)
+def test_an_answer_that_is_no_candidate_falls_to_the_next_with_one_warning(answer: Any) -> None:
+    hierarchy = Hierarchy([Says(lambda: answer, "lost"), "requests"], Settings())
+    with pytest.warns(UserWarning, match="strategy 'lost'") as seen:
+        assert [chosen(hierarchy, 1, 0, 1) for _ in range(3)] == [1, 1, 1]
+    assert len(seen) == 1
+
+
+def test_a_keyboard_interrupt_is_no_failure() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chosen(Hierarchy([Says(interrupted), "requests"], Settings()), 0)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_strategies_that_learn_see_every_placement_of_any_strategy() -> None:
+    first, second = Says(lambda: 1), Says(lambda: 0)
+    hierarchy = Hierarchy([first, "requests", second], Settings())
+    hierarchy.placed(candidates(0, 0)[1], CONTEXT)
+    assert (first.learnt, second.learnt) == ([1], [1])
+
+
+def test_one_that_fails_to_learn_does_not_keep_others_from_it() -> None:
+    class Forgetful(Says):
+        def placed(self, entry: TableEntry, context: RoutingContext) -> None:
+            raise KeyError("full")
+
+    good = Says(lambda: 0)
+    hierarchy = Hierarchy([Forgetful(lambda: 0, "forgetful"), good], Settings())
+    with pytest.warns(UserWarning, match=r"strategy 'forgetful' failed to learn with KeyError\('full'\)"):
+        hierarchy.placed(candidates(0)[0], CONTEXT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hierarchy.placed(candidates(0)[0], CONTEXT)
+    assert good.learnt == [0, 0]
+
+
+def test_stats_are_read_only_for_who_looks_at_them() -> None:
+    assert not Hierarchy(["prefix-aware", "requests"], Settings()).reads_stats
+    assert Hierarchy(["prefix-aware", "kv-cache"], Settings()).reads_stats
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
+
+
+def test_the_page_has_every_strategy_in_its_table() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+    assert STRATEGIES.keys() <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_one_replica_takes_everything_by_every_name() -> None:
+    for name in STRATEGIES:
+        assert chosen(Hierarchy(name, Settings()), 3) == 0

@@ -1,0 +1,721 @@
+"""The protocol of replicas: its data, kept tokens, recorded experts of requests, whose the weights are, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from torchrl_moe.data import KeptTokens, RoutingLayout
+from torchrl_moe.data.kept_tokens import dense_mask
+from torchrl_moe.errors import EngineError, RouteShapeError, RouteValueError, WeightSyncError
+from torchrl_moe.modules.backends.checkpoint import (
+    DTYPES,
+    check_weights,
+    checkpoint_metadata,
+    load_tokenizer,
+    tokenizer_files,
+)
+from torchrl_moe.modules.backends.engine import CALLER, Engine, WeightOwner, compare_log_probs
+from torchrl_moe.modules.backends.engine_kind import engine_kind
+from torchrl_moe.modules.backends.process import link
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionOutput,
+    KeptIds,
+    ReplicaStats,
+    Request,
+    Scoring,
+    StageReport,
+    SwapReport,
+    WeightClaim,
+    leaves_ids_out,
+    name_kept,
+    without_known_rows,
+)
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
+
+
+def output(index: int = 0, finish_reason: str = "stop", **fields: object) -> CompletionOutput:
+    return CompletionOutput(
+        index=index,
+        token_ids=np.array([7, 8]),
+        text="hi",
+        finish_reason=finish_reason,
+        policy_versions=np.zeros(2, np.int32),
+        **fields,
+    )
+
+
+def completion(*outputs: CompletionOutput) -> Completion:
+    return Completion(
+        request_id="r", prompt=None, prompt_token_ids=np.array([1, 2, 3]), num_cached_tokens=1, outputs=list(outputs)
+    )
+
+
+def test_a_completion_is_aborted_if_one_answer_is() -> None:
+    assert not completion(output(0), output(1, "length")).aborted
+    assert completion(output(0), output(1, "abort")).aborted
+    assert not completion().aborted
+
+
+@pytest.mark.parametrize(
+    ("start", "outputs", "first"),
+    [
+        (0, ["stop"], 0),
+        (1, ["stop"], 1),
+        (3, ["stop"], 1),  # one token was cached: the others were read again, perhaps by other experts
+        (3, ["abort"], 0),  # its rest follows all of them
+        (3, ["stop", "stop"], 0),  # each with hits of its own
+    ],
+)
+def test_rows_that_the_caller_has_are_left_out(start: int, outputs: list[str], first: int) -> None:
+    rows = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
+    given = completion(*(output(i, reason, routed_experts=rows) for i, reason in enumerate(outputs)))
+    request = Request(request_id="r", sampling_params={"routed_experts_prompt_start": start}, prompt="hi")
+    for one in without_known_rows(given, request).outputs:
+        assert one.routed_experts.tolist() == rows[first:].tolist()
+    without = completion(output())
+    assert without_known_rows(without, request).outputs[0].routed_experts is None
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, SimpleNamespace(n=2)], ids=["mapping", "object"])
+def test_a_request_knows_its_sampling_parameters_however_they_came(params: object) -> None:
+    request = Request(request_id="r", sampling_params=params, prompt="hi")
+    assert (request.param("n"), request.param("logprobs")) == (2, None)
+    assert Request(request_id="r", sampling_params=None, prompt="hi").param("n") is None
+
+
+def test_a_completion_that_an_older_release_saved_can_be_read() -> None:
+    """Collectors keep them in checkpoints. Fields that it did not have yet get their defaults."""
+    whole = completion(output(resume="forced"))
+    whole.prompt_logprobs = np.zeros(3, np.float32)
+    again = pickle.loads(pickle.dumps(whole))
+    assert again.outputs[0].resume == "forced"
+    assert len(again.prompt_logprobs) == 3
+    old = pickle.loads(pickle.dumps(whole))
+    del old.prompt_logprobs, old.outputs[0].resume, old.outputs[0].kept
+    again = pickle.loads(pickle.dumps(old))
+    assert (again.prompt_logprobs, again.outputs[0].resume, again.outputs[0].kept) == (None, "none", None)
+    assert again.prompt_token_ids.tolist() == whole.prompt_token_ids.tolist()
+
+
+def test_the_hit_rate_is_of_tokens_looked_up() -> None:
+    assert [ReplicaStats(cache_queries=asked, cache_hits=2).hit_rate for asked in (0, 8)] == [0.0, 0.25]
+
+
+# -- kept tokens -------------------------------------------------------------------------------------------------------
+
+
+INF = float("inf")
+
+
+def kept(ids: list[int], sizes: list[int]) -> KeptIds:
+    return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
+
+
+def check(got: KeptIds | None, ids: list[int], sizes: list[int]) -> None:
+    assert got is not None
+    assert (got.ids.dtype, got.sizes.dtype) == (np.int32, np.int32)
+    assert (got.ids.tolist(), got.sizes.tolist()) == (ids, sizes)
+
+
+def log_probs_of(mask: torch.Tensor) -> torch.Tensor:
+    """Some finite log-probs, -inf where a word is left out."""
+    return torch.linspace(-60.0, -0.1, mask.numel()).view(mask.shape).masked_fill(~mask, -INF)
+
+
+def test_a_batch_of_all_words_says_nothing() -> None:
+    assert name_kept(torch.zeros(3, 4), [0, 1, 2]) is None
+    assert name_kept(torch.tensor([[-1e30, 0.0]]), [0]) is None  # unlikely is not left out
+
+
+MASKS = st.integers(2, 9).flatmap(
+    lambda words: st.lists(
+        st.lists(st.booleans(), min_size=words, max_size=words).filter(any), min_size=1, max_size=8
+    ).map(torch.tensor)
+)
+
+
+@settings(max_examples=100)
+@given(mask=MASKS, data=st.data())
+def test_words_named_step_by_step_are_those_of_the_mask(mask: torch.Tensor, data: st.DataObject) -> None:
+    """Two answers, sampled together; then cut in two and joined."""
+    tokens, words = mask.shape
+    other = mask.flip(0)
+    steps: list[list[np.ndarray]] = [[], []]
+    for t in range(tokens):
+        named = name_kept(log_probs_of(torch.stack([mask[t], other[t]])), [t, t])
+        if named is None:
+            continue
+        for row in range(2):
+            steps[row].append(named[0][named[1][row] : named[1][row + 1]])
+    for said, meant in zip(steps, (mask, other), strict=True):
+        whole = KeptIds.of_steps(said, tokens)
+        if bool(meant.all()):
+            assert whole is None
+            continue
+        assert whole is not None
+        as_data = KeptTokens(ids=torch.from_numpy(whole.ids), sizes=torch.from_numpy(whole.sizes))
+        as_data.validate(vocabulary=words, num_tokens=tokens)
+        assert torch.equal(dense_mask(as_data.ids, as_data.sizes, words), meant)
+        assert all(2 * abs(size) <= words for size in whole.sizes.tolist())
+        cut = data.draw(st.integers(0, tokens))
+        first = KeptIds.of_steps(said, cut)
+        later = [np.array([step[0] - cut, *step[1:]], np.int32) for step in said if len(step) and step[0] >= cut]
+        joined = KeptIds.join([first, KeptIds.of_steps(later, tokens - cut)], [cut, tokens - cut])
+        check(joined, whole.ids.tolist(), whole.sizes.tolist())
+        if first is not None:
+            check(whole.first(cut), first.ids.tolist(), first.sizes.tolist())
+
+
+@pytest.mark.parametrize("steps", [[[1, 5], [1, 6]], [[2, 5], [0, 6]], [[0, 5], [1]]])
+def test_words_of_tokens_in_no_order_are_no_words(steps: list[list[int]]) -> None:
+    with pytest.raises(EngineError, match="the engine reported kept tokens for the tokens"):
+        KeptIds.of_steps([np.array(step, np.int32) for step in steps], 4)
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+LEAVING = [
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"min_tokens": 2},
+    {"bad_words": ["x"]},
+    {"allowed_token_ids": [1]},
+    {"structured_outputs": {"regex": "a"}},
+]
+KEEPING: list[dict[str, Any]] = [
+    {},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_p": 1},
+    {"min_p": 0.0},
+    {"min_tokens": 0},
+    {"bad_words": []},
+    {"allowed_token_ids": None},
+    {"temperature": 0.3, "max_tokens": 7, "stop": ["x"], "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("params", LEAVING)
+def test_parameters_that_leave_ids_out(params: dict[str, Any]) -> None:
+    (name,) = params
+    assert leaves_ids_out(params.get) == name
+
+
+@pytest.mark.parametrize("params", KEEPING)
+def test_parameters_that_do_not(params: dict[str, Any]) -> None:
+    assert leaves_ids_out(params.get) is None
+
+
+# -- which requests follow recorded experts ----------------------------------------------------------------------------
+
+
+LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+WHY = "FancyRouter routes inside its kernel"
+ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, WHY)
+ROWS = np.array([[[-1, -1], [5, 3]], [[-1, -1], [-1, -1]]], np.int64)
+
+WIDE_ROWS = np.full((4, 3, 2), -1, np.int16)
+WIDE_ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
+
+
+def routed(**fields: Any) -> Request:
+    return Request(
+        **{"request_id": "a", "sampling_params": None, "prompt_token_ids": np.arange(3, dtype=np.int32), **fields}
+    )
+
+
+def with_rows(rows: Any) -> CompletionOutput:
+    ids: Any = np.array([7, 8])
+    return CompletionOutput(
+        index=0,
+        token_ids=ids,
+        text="",
+        finish_reason="abort",
+        policy_versions=ids.astype(np.int32),
+        routed_experts=rows,
+    )
+
+
+def test_rows_are_brought_to_the_layouts_dtype() -> None:
+    rows = ABLE.checked(routed(routed_experts=ROWS)).routed_experts
+    assert rows is not None
+    assert rows.dtype == np.int8
+    assert (rows == ROWS).all()
+    plain = routed()
+    assert ABLE.checked(plain) is plain
+    assert UNABLE.checked(plain) is plain
+
+
+@pytest.mark.parametrize(
+    ("routes", "fields", "error", "words"),
+    [
+        (UNABLE, {"routed_experts": ROWS}, ValueError, f"cannot follow recorded experts: {WHY}"),
+        (UNABLE, {"on_resume": "forced"}, ValueError, f"on_resume='forced', .* {WHY}"),
+        (ABLE, {"on_resume": "forced", "return_routed_experts": False}, ValueError, "needs return_routed_experts=True"),
+        (ABLE, {"routed_experts": ROWS, "prompt_token_ids": None, "prompt": "a"}, ValueError, "token ids in place of"),
+        (ABLE, {"routed_experts": np.repeat(ROWS, 2, 0)}, RouteShapeError, "at most a row per prompt token, 3, got 4"),
+        (ABLE, {"routed_experts": ROWS[:, :1]}, RouteShapeError, r"\[rows, 2, 2\], got \[2, 1, 2\]"),
+        (ABLE, {"routed_experts": ROWS[0]}, RouteShapeError, r"got \[2, 2\]"),
+        (ABLE, {"routed_experts": ROWS.astype(float)}, RouteValueError, "signed integer dtype, got float64"),
+        (
+            ABLE,
+            {"routed_experts": np.where(ROWS == 5, 300, ROWS)},
+            RouteValueError,
+            "token 0, layer 1 holds expert 300",
+        ),
+        (ABLE, {"routed_experts": np.where(ROWS == 5, 3, ROWS)}, RouteValueError, "holds expert 3 twice"),
+        (ABLE, {"routed_experts": np.where(ROWS == 5, -1, ROWS)}, RouteValueError, "partly -1"),
+        (ABLE, {"routed_experts": ROWS[:, ::-1]}, RouteValueError, "layer 0 holds .* no router"),
+    ],
+)
+def test_a_request_that_cannot_be_followed_is_refused(
+    routes: RequestRoutes, fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        routes.checked(routed(**fields))
+
+
+def test_words_that_an_engine_has_not_are_refused() -> None:
+    """They would be an index out of bounds in its worker."""
+    routes = RequestRoutes(LAYOUT, vocabulary=9)
+    for ids, bad in (([8, 0], None), ([3, 9], 9), ([-1], -1), ([], None)):
+        kept = KeptIds(np.array(ids, np.int32), np.array([0, len(ids), 0], np.int32))
+        asked = routed(scoring=Scoring(kept=kept))
+        if bad is None:
+            assert routes.checked(asked) is asked
+        else:
+            with pytest.raises(ValueError, match=rf"token id {bad}; this engine has 0\.\.8"):
+                routes.checked(asked)
+    assert RequestRoutes(LAYOUT).checked(asked) is asked
+    with pytest.raises(ValueError, match="cannot score: V2"):
+        RequestRoutes(LAYOUT, why_unscored="V2").checked(routed(scoring=Scoring()))
+
+
+def test_the_rest_of_an_answer_follows_its_first_part() -> None:
+    recorded = np.array([[[0, 0], [5, 3]]] * 4, np.uint8)  # as vLLM gives them: 0 on a dense layer
+    rows = ABLE.of_part(routed(), with_rows(recorded))
+    assert rows is not None
+    assert rows.dtype == np.int8
+    assert (rows[:, 0] == -1).all()
+    assert (rows[:, 1] == recorded[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("routes", "fields", "first"),
+    [
+        (ABLE, {}, None),  # it starts again
+        (ABLE, {}, with_rows(None)),  # its routes were not kept
+        (ABLE, {"on_resume": "live"}, with_rows(ROWS)),
+        (UNABLE, {}, with_rows(ROWS)),
+        (RequestRoutes(None, "no experts"), {}, with_rows(ROWS)),
+    ],
+)
+def test_the_rest_of_other_answers_is_routed_live(
+    routes: RequestRoutes, fields: dict[str, Any], first: CompletionOutput | None
+) -> None:
+    assert routes.of_part(routed(**fields), first) is None
+
+
+# -- the rules of weights that all engines have ------------------------------------------------------------------------
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_lives_keeps_its_claim() -> None:
+    owner = WeightOwner()
+    owner.check("a")  # nobody has claimed anything
+    assert not owner.holds("a")
+    assert owner.claim("a", "first", takeover=False) == WeightClaim(granted=True, owner="first")
+    assert owner.claim("b", "second", takeover=False) == WeightClaim(granted=False, owner="first")
+    assert owner.claim("a", "first", takeover=False).granted
+    owner.check("a")
+    assert (owner.holds("a"), owner.holds("b")) == (True, False)
+    with pytest.raises(WeightSyncError, match="takes its weights from first now"):
+        owner.check("b")
+
+
+@pytest.mark.parametrize("end", ["given up", "taken over"])
+def test_a_claim_ends(end: str) -> None:
+    owner = WeightOwner()
+    owner.claim("a", "first", takeover=False)
+    if end == "given up":
+        owner.give_up("a")
+        with pytest.raises(WeightSyncError, match="takes its weights from a driver that is gone now"):
+            owner.check("b")
+    assert owner.claim("b", "second", takeover=end == "taken over").granted
+    assert (owner.holds("a"), owner.holds("b")) == (False, True)
+    with pytest.raises(WeightSyncError, match="takes its weights from second now"):
+        owner.check("a")
+
+
+# -- an engine's verbs about weights -----------------------------------------------------------------------------------
+
+
+class Halves(Engine):
+    """Weights in two halves, loaded one after the other under a pause; it does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = self
+        self.found = 0  # what the store has under any number
+        self.halves = (0, 0)
+        self.fetched = 0
+        self.is_paused = False
+
+    async def open(self, transport: str, options: Any) -> None:
+        assert transport == "memmap"
+
+    async def stage(self, version: int, *how: Any) -> StageReport:
+        found = self.found
+        await asyncio.sleep(0.001)
+        self.fetched = found
+        return StageReport(seconds=0.0, nbytes=0, digest=f"digest {found}")
+
+    async def swap(self, version: int, *how: Any) -> SwapReport:
+        self.is_paused = True
+        await asyncio.sleep(0.001)
+        self.halves = (self.fetched, self.halves[1])
+        await asyncio.sleep(0.001)
+        self.halves = (self.halves[0], self.fetched)
+        await asyncio.sleep(0.001)
+        self.is_paused = False
+        return SwapReport()
+
+
+Halves.__abstractmethods__ = frozenset()
+
+
+def stage(engine: Halves, version: int = 5) -> Coroutine[Any, Any, StageReport]:
+    return engine.stage_weights(version, "digest", 1, None)
+
+
+def swap(engine: Halves, digest: str, version: int = 5) -> Coroutine[Any, Any, SwapReport]:
+    return engine.swap_weights(version, digest, "keep", False, None)
+
+
+def test_a_version_is_known_by_its_bytes_and_not_by_its_number() -> None:
+    async def run() -> None:
+        engine = Halves()
+        for digest in ("", "digest 1"):
+            refused = await swap(engine, digest)  # nothing was staged
+            assert (refused.started, refused.error) == (False, "version 5 is not what was staged last")
+        engine.found = 1
+        mine = (await stage(engine)).digest
+        engine.found = 2
+        await stage(engine)  # the same number, by another driver
+        assert (await swap(engine, mine)).error == "version 5 is not what was staged last"
+        assert engine.halves == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_of_two_that_stage_at_the_same_time_the_first_hears_of_it() -> None:
+    async def run() -> list[Any]:
+        engine = Halves()
+        return await asyncio.gather(stage(engine), stage(engine), return_exceptions=True)
+
+    first, second = asyncio.run(run())
+    assert isinstance(first, WeightSyncError) and "another version was staged meanwhile" in str(first)
+    assert second.digest == "digest 0"
+
+
+def test_a_driver_that_is_not_the_owner_changes_nothing() -> None:
+    async def run() -> None:
+        engine = Halves()
+        CALLER.set("owner")
+        assert (await engine.claim_weights("the owner", False)).granted
+        digest = (await stage(engine)).digest
+        CALLER.set("other")
+        assert not await engine.owns_weights()
+        await engine.give_up_weights()  # of a claim that it has not
+        for refused in (stage(engine), engine.init_weights("memmap", {})):
+            with pytest.raises(WeightSyncError, match="takes its weights from the owner now"):
+                await refused
+        report = await swap(engine, digest)
+        assert (report.started, engine.halves) == (False, (0, 0))
+        assert "takes its weights from the owner now" in str(report.error)
+        CALLER.set("owner")
+        assert await engine.owns_weights()
+        assert (await swap(engine, digest)).error is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_two_drivers_never_load_halves_of_two_versions(offset: int) -> None:
+    """The second takes over at some moment of the first's update; whatever serves then is one version."""
+
+    async def driver(engine: Halves, name: str, version: int, delay: int) -> SwapReport | str:
+        CALLER.set(name)  # each of the tasks has its own
+        for _ in range(delay):
+            await asyncio.sleep(0.0005)
+        await engine.claim_weights(name, True)
+        try:
+            await engine.init_weights("memmap", {})
+            engine.found = version
+            digest = (await stage(engine)).digest
+            assert digest == f"digest {version}"
+            return await swap(engine, digest)
+        except WeightSyncError as error:
+            return str(error)
+
+    async def run() -> tuple[Any, Any, Halves]:
+        engine, mixed = Halves(), []
+
+        async def poll() -> None:
+            while True:
+                if not engine.is_paused and engine.halves[0] != engine.halves[1]:
+                    mixed.append(engine.halves)
+                await asyncio.sleep(0)
+
+        polling = asyncio.create_task(poll())
+        first, second = await asyncio.gather(driver(engine, "a", 1, 0), driver(engine, "b", 2, offset))
+        polling.cancel()
+        assert mixed == []
+        return first, second, engine
+
+    first, second, engine = asyncio.run(run())
+    assert second.error is None  # who has the claim is not refused
+    assert engine.halves == (2, 2)
+    lost = first if isinstance(first, str) else first.error
+    assert lost is None or "takes its weights from b now" in lost or "staged" in lost
+
+
+# -- the comparison of log-probs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ([-1.5, -2.25], r"up to 5.0e-01 \(at token 1: -1.5 and -1\)"),
+        ([-1.5, math.nan], r"up to nan \(at token 2: nan and -2\)"),
+        ([-1.0], "the canary has 2 log-probs for a prompt of 2 tokens"),
+        ([math.inf, -2.0], r"up to inf \(at token 1"),
+    ],
+)
+def test_the_largest_difference_is_named(got: list[float], words: str) -> None:
+    with pytest.raises(WeightSyncError, match=words):
+        compare_log_probs(got, [-1.0, -2.0], 1e-3)
+
+
+# -- what an engine may leave out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "message"),
+    [
+        (Engine.sleep, (1, "keep"), "this engine has no sleep mode"),
+        (Engine.wake_up, (None,), "this engine has no sleep mode"),
+        (Engine.collective_rpc, ("x", (), None), "this engine has no workers to call"),
+        (Engine.tokenizer, (), "this engine has no tokenizer"),
+        (Engine.metadata, (), "this engine has no checkpoint"),
+        (Engine.init_weights, ("memmap", {}), "this engine has no weights to update"),
+        (Engine.stage_weights, (1, "digest", 1, None), "this engine has no weights to update"),
+    ],
+)
+def test_what_an_engine_leaves_out_is_refused(verb: Any, arguments: tuple[Any, ...], message: str) -> None:
+    async def run() -> None:
+        engine = Halves()
+        engine.updates = None
+        await verb(engine, *arguments)
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(run())
+
+
+# -- which engine ------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_no_engine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_an_engine.py").write_text("def preload(): return ''\n")
+    (tmp_path / "own_engine.py").write_text("preload = run = print\ndef seeded(arguments, number): return number\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"engine='half_an_engine' has no function run\(\): docs/engines.md shows"):
+        engine_kind("half_an_engine")
+    for bad in ("sglang", "a b", "", 3, ["vllm"], None):
+        with pytest.raises(ValueError, match="engine must be one of vllm, transformers, or a module of yours, got"):
+            engine_kind(bad)  # type: ignore[arg-type]
+    kind = engine_kind("own_engine")
+    assert (kind.PROGRAM, kind.seeded({}, 7), kind.devices_per_replica({})) == ("own_engine", 7, 1)
+    assert kind.arguments_of({"a": 1}) == {"a": 1}
+    assert str(tmp_path) in kind.engine_environment()["PYTHONPATH"].split(":")
+    with pytest.raises(TypeError, match="engine='own_engine' takes its arguments as a mapping, got 'model'"):
+        kind.arguments_of("model")
+
+
+# -- checkpoints and tokenizers ----------------------------------------------------------------------------------------
+
+
+def loaded(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3"])
+def test_metadata_is_what_safetensors_loads(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    found = checkpoint_metadata(save_tiny_moe(tmp_path, family, dtype=dtype))
+    assert found == loaded(tmp_path)
+    assert {kind for kind, _ in found.values()} >= {dtype}
+
+
+def test_shards_are_joined(tmp_path: Path) -> None:
+    make_tiny_moe("mixtral").save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert checkpoint_metadata(tmp_path) == loaded(tmp_path)
+
+
+def test_the_same_weights_in_another_format_beside_the_model_are_not_counted(tmp_path: Path) -> None:
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    for folder in (single, sharded):
+        folder.mkdir()
+        save_file({"layers.0.w1": torch.zeros(2)}, folder / "consolidated.safetensors")
+    save_file({"model.a": torch.zeros(2)}, single / "model.safetensors")
+    assert list(checkpoint_metadata(single)) == ["model.a"]
+    save_file({"model.a": torch.zeros(2)}, sharded / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(checkpoint_metadata(sharded)) == ["model.a"]
+
+
+def test_every_dtype_that_torch_can_save_is_known(tmp_path: Path) -> None:
+    dtypes = {name: getattr(torch, dtype) for name, dtype in DTYPES.items()}
+    tensors = {name: torch.zeros(2, 3).to(dtype) for name, dtype in dtypes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert checkpoint_metadata(tmp_path) == {name: (dtype, torch.Size([2, 3])) for name, dtype in dtypes.items()}
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"])
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(EngineError, match=r"model\.safetensors' is not a readable safetensors file .*Git LFS"):
+        checkpoint_metadata(tmp_path)
+
+
+def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(EngineError, match=r"tensor 'a' in .* has dtype 'F3'; known: F64"):
+        checkpoint_metadata(tmp_path)
+
+
+# -- folders that lack weights -----------------------------------------------------------------------------------------
+
+
+def folder_with(path: Path, *names: str) -> Path:
+    path.mkdir()
+    for name in ("config.json", *names):
+        (path / name).write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.safetensors"],
+        ["consolidated.safetensors"],
+        ["pytorch_model.bin"],
+        ["pytorch_model.fp16.bin"],
+        ["adapter_config.json"],
+        ["model.gguf"],
+    ],
+)
+def test_a_folder_may_have_its_weights_in_any_format(tmp_path: Path, names: list[str]) -> None:
+    check_weights(folder_with(tmp_path / "model", *names))
+
+
+@pytest.mark.parametrize("names", [[], ["tokenizer.json", "training_args.bin", "optimizer.pt"]])
+def test_a_folder_without_weights_is_named_with_what_it_lacks(tmp_path: Path, names: list[str]) -> None:
+    folder = folder_with(tmp_path / "model", *names)
+    with pytest.raises(ValueError, match="has no weights") as caught:
+        check_weights(folder)
+    assert str(caught.value) == (
+        f"{str(folder)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes them"
+    )
+
+
+def test_files_that_the_index_names_and_the_folder_lacks_are_listed(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "model", "model-2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(1, 7)}}))
+    with pytest.raises(ValueError, match="lacks") as caught:
+        check_weights(str(folder))
+    assert str(caught.value) == (
+        f"{str(folder)!r} lacks model-1.safetensors, model-3.safetensors, model-4.safetensors and 2 more files, "
+        "which its model.safetensors.index.json names: copy them there"
+    )
+    for i in range(7):
+        (folder / f"model-{i}.safetensors").touch()
+    check_weights(folder)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json' cannot be read"):
+        check_weights(folder)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_was_sent_does_what_it_did() -> None:
+    there = load_tokenizer(link.decode(link.encode(tokenizer_files(ByteTokenizer(), trust_remote_code=False))))
+    here = ByteTokenizer()
+    text = "é <|im_end|>"
+    assert there.encode(text) == here.encode(text) == [195, 169, 32, 258]
+    assert there.decode(there.encode(text)) == text
+    chat = [{"role": "user", "content": "hi"}]
+    assert there.apply_chat_template(chat, tokenize=False) == here.apply_chat_template(chat, tokenize=False)
+    assert (there.eos_token_id, there.pad_token_id) == (here.eos_token_id, here.pad_token_id)
+
+
+def test_nothing_of_it_stays_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    load_tokenizer(tokenizer_files(ByteTokenizer(), trust_remote_code=False))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/outside.json", "a/../../outside.json"])
+def test_a_file_outside_of_its_folder_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="a tokenizer has no file"):
+        load_tokenizer({"files": {name: b"{}"}, "trust_remote_code": False})
+    assert list(tmp_path.rglob("outside.json")) == []
+
+
+def test_a_folder_without_weights_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"no \*\.safetensors in .*save_pretrained"):
+        checkpoint_metadata(tmp_path)
+
+
+def test_one_that_cannot_be_saved_is_refused_by_its_class() -> None:
+    with pytest.raises(ValueError, match=r"cannot be saved, so it cannot be sent: builtins\.object"):
+        tokenizer_files(object(), trust_remote_code=False)
+
+
+def test_reprs_show_counts_and_shapes_not_arrays() -> None:
+    bare = "CompletionOutput(index=0, tokens=2, text='hi', finish_reason='stop', routed_experts=None)"
+    routed = "CompletionOutput(index=1, tokens=2, text='hi', finish_reason='stop', routed_experts=[4, 3, 2])"
+    assert repr(output()) == bare
+    assert repr(output(1, routed_experts=np.zeros((4, 3, 2), np.uint8))) == routed
+    assert repr(completion(output())) == f"Completion(request_id='r', prompt_tokens=3, cached=1, outputs=[{bare}])"

@@ -1,0 +1,487 @@
+"""What a service shows: stats of replicas, what became of requests, tables, text, Prometheus, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.html_table import TableReader
+from support.requests import waiting_request
+from support.services import HOUR, ask, slow_if, until_running
+from support.waiting import in_thread
+from torchrl_moe.errors import (
+    EngineError,
+    GenerationTimeout,
+    NoReplicaError,
+    RequestRefusedError,
+)
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, ReplicaStats
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.stats import (
+    BOUNDS,
+    COUNTERS,
+    ENGINE_COUNTERS,
+    MOST_RECENT,
+    OF_THE_ENGINE,
+    OF_THE_TABLE,
+    OUTCOMES,
+    Histogram,
+    Metrics,
+    Totals,
+    describe,
+    service_html,
+)
+from torchrl_moe.testing.fake_engine import FakeReplica
+
+
+def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
+    engine = serve(2)
+    engine.replica_table.set_version(1, 3)
+    engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
+    engine.replicas[1].die()
+    first, second = engine.stats()
+    assert first == {
+        "replica": 0,
+        "state": "SERVING",
+        "version": 0,
+        "inflight": 0,
+        "breaker": "closed",
+        "restarts": 0,
+        "not_finite_logprobs": 0,
+        "last_error": None,
+        "supervisor_error": None,
+        "running": 0,
+        "waiting": 0,
+        "cache_usage": 0.0,
+        "tokens_per_second": 0.0,
+        "requests": 2,
+        "completions": 4,
+        "prompt_tokens": 3,
+        "cached_tokens": 0,
+        "generated_tokens": 20,
+        "generation_seconds": 0.0,
+        "cache_queries": 0,
+        "cache_hits": 0,
+        "preemptions": 0,
+        "steps": 0,
+        "step_at": 0.0,
+        "weights_version": 0,
+        "hit_rate": 0.0,
+    }
+    assert second == {
+        "replica": 1,
+        "state": "DEAD",
+        "version": 3,
+        "inflight": 0,
+        "breaker": "closed",
+        "restarts": 0,
+        "not_finite_logprobs": 0,
+        "last_error": "replica 1 died: injected death",
+        "supervisor_error": None,
+    }
+
+
+def test_one_that_does_not_answer_shows_what_it_last_sent(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve(3)
+
+    def fail(timeout: float) -> ReplicaStats:
+        raise EngineError("busy")
+
+    engine.replicas[1].overrides["stats"] = fail
+    engine.replica_table.mark_dead(2)
+    engine.replica_table.set_state(2, ReplicaState.STARTING)
+    engine.replicas[2].overrides["stats"] = lambda timeout: pytest.fail("it is starting: asked too early")
+    monkeypatch.setattr(FakeReplica, "last_stats", ReplicaStats(requests=5))
+    assert [row["requests"] for row in engine.stats()] == [5, 5, 5]
+    monkeypatch.setattr(FakeReplica, "last_stats", None)
+    assert "requests" not in engine.stats()[1]
+
+
+def test_a_service_prints_a_line_per_replica_and_asks_none(serve: Callable[..., Any]) -> None:
+    engine = serve(2, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, request_ids="mine"))
+    until_running(engine, [1, 0])
+    for replica in engine.replicas:
+        replica.overrides["stats"] = lambda timeout: pytest.fail("asked")
+    assert repr(engine).splitlines() == [
+        "FakeAsyncVLLM('fake', 2 replicas)",
+        "  #0 SERVING, v0, 1 in flight, 1 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
+        "  #1 SERVING, v0, 0 in flight, 0 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
+    ]
+    html = engine._repr_html_()
+    assert "FakeAsyncVLLM(&#x27;fake&#x27;, 2 replicas)" in html
+    assert html.count("<tr") == 4  # header, two replicas, all
+    engine.abort("mine")
+    call.result(60.0)
+
+
+def test_log_paths_are_the_replicas_own(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serve(2)
+    paths = {1: Path("/logs/replica-1.log")}
+    monkeypatch.setattr(FakeReplica, "log_path", property(lambda replica: paths.get(replica.index)))
+    assert engine.log_paths() == [None, Path("/logs/replica-1.log")]
+    engine.shutdown()
+    assert engine.log_paths()[1] == Path("/logs/replica-1.log")  # to be read afterwards
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+STATS = ReplicaStats(
+    running=3,
+    waiting=2,
+    cache_usage=0.25,
+    tokens_per_second=1234.4,
+    requests=10,
+    completions=20,
+    prompt_tokens=100,
+    cached_tokens=40,
+    generated_tokens=500,
+    generation_seconds=2.5,
+    cache_queries=200,
+    cache_hits=50,
+    preemptions=1,
+    steps=70,
+    step_at=1e9,
+)
+
+
+def replica(stats: ReplicaStats | None = None) -> SimpleNamespace:
+    return SimpleNamespace(last_stats=stats)
+
+
+def table(*stats: ReplicaStats | None) -> ReplicaTable:
+    return ReplicaTable([replica(one) for one in stats], ReplicaState.SERVING)
+
+
+def test_a_line_says_how_a_replica_is() -> None:
+    entries = table(STATS, None, STATS)
+    entries[0].version = 2
+    entries.reserve(0)
+    assert describe(entries[0]) == (
+        "#0 SERVING, v2, 1 in flight, 3 running, 2 queued, KV 25%, prefix hits 25%, 1234 tok/s"
+    )
+    entries[1].restarts = 1
+    assert describe(entries[1]) == "#1 SERVING, v0, 0 in flight, restarts: 1"
+    entries.mark_dead(2)  # its last stats hold no longer
+    assert describe(entries[2]) == "#2 DEAD, v0, 0 in flight"
+
+
+# -- as HTML ----------------------------------------------------------------------------------------------------------
+
+
+def cells(html: str) -> list[list[str]]:
+    read = TableReader(html)
+    return [*read.rows["tbody"], *read.rows["tfoot"]]
+
+
+def test_the_table_has_a_row_for_each_replica_and_one_for_all() -> None:
+    entries = table(STATS, ReplicaStats(running=1, requests=5, cache_queries=100, cache_hits=100), STATS, None)
+    entries.set_version(1, 4)
+    entries.mark_dead(2)
+    entries[2].restarts, entries[2].last_error = 1, "exit code -9 " + "x" * 100 + "\nand many words"
+    one, two, three, four, total = cells(service_html("t", list(entries), Totals(entries)))
+    assert one == ["#0", "SERVING", "0", "0", "3", "2", "25%", "25%", "1,234", "10", "0", ""]
+    assert two[2:9] == ["4", "0", "1", "0", "0%", "100%", "0"]
+    assert three == ["#2", "DEAD", "0", "0", *"–––––", "10", "1", "exit code -9 " + "x" * 67]
+    assert four[4:] == [*"–––––", "0", "0", ""]
+    # 50 + 100 of 200 + 100 tokens were found; 25 % and 0 % are in use; the dead one's requests were done all the same
+    assert total == ["all", "3 of 4 serving", "0 to 4", "0", "4", "2", "12%", "50%", "1,234", "25", "1", ""]
+
+
+def test_each_field_of_an_engines_stats_is_a_metric() -> None:
+    assert [metric.name for metric in OF_THE_ENGINE] == [*ReplicaStats.__slots__, "hit_rate"]
+    assert "running" not in ENGINE_COUNTERS
+    assert {"requests", "steps"} < set(ENGINE_COUNTERS)
+
+
+def test_names_are_used_once_and_what_is_exported_says_what_it_is() -> None:
+    metrics = [*OF_THE_TABLE, *OF_THE_ENGINE]
+    exported = [metric.exported for metric in metrics if metric.exported]
+    assert len({metric.name for metric in metrics}) == len(metrics)
+    assert len(set(exported)) == len(exported)
+    assert all(metric.meaning.endswith(".") for metric in metrics if metric.exported)
+    assert OUTCOMES.keys() < COUNTERS.keys()
+
+
+# -- what became of requests -------------------------------------------------------------------------------------------
+
+
+def completion(prompt: int = 3, tokens: tuple[int, ...] = (2,), reason: str = "stop", **seconds: float) -> Completion:
+    outputs = [
+        CompletionOutput(
+            index=index,
+            token_ids=np.zeros(count, np.int64),
+            text="",
+            finish_reason=reason,
+            policy_versions=np.zeros(count, np.int32),
+        )
+        for index, count in enumerate(tokens)
+    ]
+    return Completion(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=np.zeros(prompt, np.int64),
+        num_cached_tokens=1,
+        outputs=outputs,
+        metrics=CompletionMetrics(**seconds),
+    )
+
+
+def counted(metrics: Metrics) -> dict[str, float]:
+    """The counters that are not 0."""
+    return {name: value for name, value in metrics.summary().items() if name in COUNTERS and value}
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("request ids are in flight"), {"refused": 3}),
+        (RequestRefusedError("request 1 was refused"), {"refused": 3}),
+        (EngineError("died"), {"failed": 3}),
+        (NoReplicaError("none"), {"failed": 3}),
+        (KeyboardInterrupt(), {"aborted": 3}),
+        (asyncio.CancelledError(), {"aborted": 3}),
+    ],
+    ids=repr,
+)
+def test_a_call_that_fails_counts_its_requests_by_the_reason_and_passes_it_on(
+    error: BaseException, expected: dict[str, int]
+) -> None:
+    metrics = Metrics()
+    with pytest.raises(type(error)) as caught, metrics.call(3):
+        raise error
+    assert caught.value is error
+    assert counted(metrics) == {"requests": 3, **expected}
+
+
+def test_what_a_call_brings_back_as_it_was_is_not_counted_again() -> None:
+    metrics, old = Metrics(), completion(tokens=(9,))
+    with metrics.call(1, [old]) as finished:
+        finished([old, completion(tokens=(2,))])
+    with pytest.raises(GenerationTimeout), metrics.call(1, [old]):
+        raise GenerationTimeout("late", [old, waiting_request().cut_short()])
+    counts = counted(metrics)
+    assert (counts["requests"], counts["completed"], counts["timed_out"]) == (2, 1, 1)
+    assert counts["generated_tokens"] == 2
+
+
+# -- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def test_values_fall_in_the_bucket_that_ends_at_or_above_them() -> None:
+    histogram = Histogram()
+    for seconds in (0.0, 0.001, 0.0010001, 0.3, 500.0, 501.0):
+        histogram.add(seconds)
+    found = {bound: count for bound, count in zip((*BOUNDS, float("inf")), histogram.counts, strict=True) if count}
+    assert found == {0.001: 2, 0.0025: 1, 0.5: 1, 500.0: 1, float("inf"): 1}
+    assert histogram.total == pytest.approx(1001.3020001)
+
+
+def test_percentiles_are_those_of_the_most_recent_values() -> None:
+    histogram = Histogram()
+    assert histogram.percentiles() == {}
+    for _ in range(100):
+        histogram.add(1000.0)  # pushed out below
+    for index in range(MOST_RECENT):
+        histogram.add(float(index))
+    last = MOST_RECENT - 1
+    assert histogram.percentiles() == pytest.approx({"p50": last * 0.5, "p90": last * 0.9, "p99": last * 0.99})
+
+
+# -- of a service -----------------------------------------------------------------------------------------------------
+
+
+def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callable[..., Any]) -> None:
+    engine = serve(
+        token_seconds=slow_if("slow", "cut"), refuse=lambda request: "no" if request.prompt == "bad" else None
+    )
+    ask(engine, ["a", "b"])
+    asyncio.run(engine.agenerate("c", {"max_tokens": 2, "n": 3}))
+    with pytest.raises(GenerationTimeout):
+        ask(engine, ["a", "slow"], timeout_seconds=0.05)
+    with pytest.raises(GenerationTimeout):
+        asyncio.run(engine.agenerate("slow", timeout_seconds=0.05))
+    with pytest.raises(ValueError, match="refused"):
+        ask(engine, ["bad", "a"])
+    call = in_thread(lambda: ask(engine, "cut", request_ids="mine"))
+    until_running(engine, [1])
+    engine.abort("mine")
+    assert call.result(60.0).aborted
+    for entry in engine.replica_table:
+        engine.replica_table.set_state(entry.index, ReplicaState.QUARANTINED)
+    with pytest.raises(NoReplicaError):
+        ask(engine, ["a", "b"])
+    counts = counted(engine.metrics)
+    assert {name: counts[name] for name in ("requests", *OUTCOMES)} == {
+        "requests": 11,
+        "completed": 5,
+        "aborted": 1,
+        "timed_out": 2,
+        "refused": 1,
+        "failed": 2,
+    }
+    # two, the three of one request, two that had finished as their calls failed, and the cut one
+    assert counts["sequences"] == 2 + 3 + 2 + 1
+
+
+@pytest.mark.parametrize("method", ["generate", "agenerate"])
+def test_what_a_death_starts_again_elsewhere_counts_as_retried(fleet: Callable[..., Any], method: str) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n < 1 and r.prompt == "hi"))
+    if method == "generate":
+        ask(service, ["hi"])
+    else:
+        asyncio.run(service.agenerate("hi"))
+    ask(service, ["a", "b"])
+    counts = counted(service.metrics)
+    assert (counts["requests"], counts["completed"], counts["retried"]) == (3, 3, 1)
+
+
+def test_arguments_that_are_refused_before_anything_is_sent_are_no_requests(serve: Callable[..., Any]) -> None:
+    engine = serve()
+    with pytest.raises(ValueError, match="timeout_seconds must be a number above 0"):
+        ask(engine, timeout_seconds=-1)
+    assert counted(engine.metrics) == {}
+
+
+def test_a_service_without_metrics_serves_all_the_same(serve: Callable[..., Any]) -> None:
+    engine = serve(metrics=False, token_seconds=slow_if("slow"))
+    assert len(ask(engine).outputs) == 1
+    with pytest.raises(GenerationTimeout):
+        ask(engine, "slow", timeout_seconds=0.05)
+    assert engine.metrics.summary() == {}
+
+
+# -- Prometheus text, read back by its own parser ----------------------------------------------------------------------
+
+
+def read(text: str) -> dict[str, Any]:
+    """The families by name."""
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def values(families: dict[str, Any], name: str) -> dict[tuple[str, ...], float]:
+    """The samples of a family: label values -> value."""
+    return {tuple(sample.labels.values()): sample.value for sample in families[name].samples}
+
+
+def test_replicas_are_distinguished_by_a_label(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serve(2)
+    sent = {
+        0: ReplicaStats(running=3, cache_usage=0.5, requests=7, generation_seconds=1.5),
+        1: ReplicaStats(waiting=2, cache_hits=9, tokens_per_second=12.5),
+    }
+    monkeypatch.setattr(FakeReplica, "last_stats", property(lambda replica: sent[replica.index]))
+    monkeypatch.setattr(FakeReplica, "call", lambda *_: pytest.fail("a scrape asks no engine"))
+    engine.replica_table.set_version(1, 4)
+    engine.replica_table[1].restarts = 2
+    families = read(engine.prometheus())
+    for name, expected in {
+        "running_sequences": (3, 0),
+        "waiting_sequences": (0, 2),
+        "kv_cache_usage_ratio": (0.5, 0),
+        "tokens_per_second": (0, 12.5),
+        "policy_version": (0, 4),
+        "requests": (7, 0),
+        "generation_seconds": (1.5, 0),
+        "prefix_cache_hits": (0, 9),
+        "restarts": (0, 2),
+    }.items():
+        assert values(families, f"torchrl_moe_replica_{name}") == {("0",): expected[0], ("1",): expected[1]}, name
+
+
+def test_a_replica_is_in_one_state_and_a_dead_one_has_no_load(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve(2)
+    monkeypatch.setattr(FakeReplica, "last_stats", ReplicaStats(running=3, requests=7))
+    engine.replica_table.mark_dead(0)
+    families = read(engine.prometheus())
+    states = values(families, "torchrl_moe_replica_state")
+    assert len(states) == 2 * len(ReplicaState)
+    assert {labels for labels, value in states.items() if value} == {("0", "dead"), ("1", "serving")}
+    assert values(families, "torchrl_moe_replica_running_sequences") == {("0",): 0, ("1",): 3}
+    assert values(families, "torchrl_moe_replica_requests") == {("0",): 7, ("1",): 7}
+
+
+def test_a_counter_does_not_fall_when_a_replica_restarts(serve: Callable[..., Any]) -> None:
+    engine = serve()
+    ask(engine, ["a", "b"])
+    assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 2}
+    ask(engine, "c")
+    engine.replica_table[0].replica = FakeReplica()  # as after a restart
+    assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 3}
+    ask(engine, "d")
+    assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 4}
+
+
+def test_the_services_own_counters_and_histograms_are_there(serve: Callable[..., Any]) -> None:
+    engine = serve(refuse=lambda request: "no" if request.prompt == "bad" else None)
+    ask(engine, ["a", "b"], 5)
+    with pytest.raises(ValueError, match="refused"):
+        ask(engine, "bad")
+    families = read(engine.prometheus())
+    assert values(families, "torchrl_moe_requests") == {(): 3}
+    assert values(families, "torchrl_moe_generated_tokens") == {(): 10}
+    assert values(families, "torchrl_moe_requests_finished") == {
+        ("completed",): 2,
+        ("aborted",): 0,
+        ("timed_out",): 0,
+        ("refused",): 1,
+        ("failed",): 0,
+    }
+    samples = {
+        (sample.name.removeprefix("torchrl_moe_request_queue_seconds_"), sample.labels.get("le")): sample.value
+        for sample in families["torchrl_moe_request_queue_seconds"].samples
+    }
+    buckets = [value for (kind, _), value in samples.items() if kind == "bucket"]
+    assert len(buckets) == len(BOUNDS) + 1
+    assert buckets == sorted(buckets)
+    assert (samples["bucket", "+Inf"], samples["count", None], samples["sum", None]) == (2, 2, 0)
+    assert samples["bucket", "0.001"] == 2
+
+
+def test_a_registry_collects_the_service_until_it_is_unregistered(serve: Callable[..., Any]) -> None:
+    engine, registry = serve(), CollectorRegistry(auto_describe=True)
+    collector = engine.register_prometheus(registry)
+    ask(engine, "a")
+    assert registry.get_sample_value("torchrl_moe_requests_total") == 1
+    assert generate_latest(registry).decode() == engine.prometheus()
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        serve().register_prometheus(registry)
+    engine.shutdown()  # a scrape after that fails nobody
+    assert registry.get_sample_value("torchrl_moe_replica_state", {"replica": "0", "state": "dead"}) == 1
+    registry.unregister(collector)
+    assert list(registry.collect()) == []
+
+
+def test_without_the_client_the_extra_is_named(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serve()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    for call in (engine.prometheus, lambda: engine.register_prometheus(object())):
+        with pytest.raises(ImportError, match=r"pip install torchrl_moe\[prometheus\]"):
+            call()
+
+
+def test_a_counter_may_be_moved_by_hand_if_it_exists() -> None:
+    metrics = Metrics()
+    metrics.count("retried", 2)
+    metrics.count("retried")
+    assert counted(metrics) == {"retried": 3}
+    with pytest.raises(ValueError, match="no counter 'rertied'; known: requests, completed"):
+        metrics.count("rertied")
