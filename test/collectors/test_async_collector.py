@@ -25,7 +25,7 @@ from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
 from support.services import submitted
 from support.waiting import HOUR, in_thread, until
-from torchrl_moe.collectors import AsyncLLMCollector, rollouts
+from torchrl_moe.collectors import AsyncLLMCollector, async_collector, rollouts
 from torchrl_moe.collectors.async_collector import snapshots
 from torchrl_moe.collectors.workflow import Ask
 from torchrl_moe.errors import CollectionError, CollectionStalledError, GenerationTimeout
@@ -115,8 +115,7 @@ def test_data_comes_from_the_environments_own_loader_which_is_left_alone(collect
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize(("order", "window"), [("fifo", 0.3), ("window", 0.3), ("window", 1.0)])
+@pytest.mark.parametrize(("order", "window", "staleness"), [("fifo", 0.3, 1), ("window", 0.3, 3), ("window", 1.0, 0)])
 def test_no_token_is_older_than_promised(collect: Collect, order: Any, window: float, staleness: int) -> None:
     """Answers of 1 to 12 ms, three groups a batch, an update after each."""
 
@@ -126,7 +125,7 @@ def test_no_token_is_older_than_promised(collect: Collect, order: Any, window: f
     with FakeAsyncVLLM(token_seconds=token_seconds) as engine:
         settings = {"groups_per_batch": 3, "max_staleness": staleness, "order": order, "window": window}
         collector, ages, seen = collect(policy=policy_of(engine), **settings), [], []
-        for version, batch in enumerate(islice(collector, 12)):
+        for version, batch in enumerate(islice(collector, 8)):
             ages.append(version - int(batch["policy_version"].min()))
             seen += queries(batch)[::2]
             new_weights(engine, version + 1)
@@ -134,9 +133,9 @@ def test_no_token_is_older_than_promised(collect: Collect, order: Any, window: f
         stats = collector.stats()
         collector.shutdown()
     assert max(ages) <= staleness + math.ceil((width - 1) / 3)
-    assert len(set(seen)) == len(seen) == 36
+    assert len(set(seen)) == len(seen) == 24
     if order == "fifo":
-        assert seen == [f"q{i}" for i in range(36)]
+        assert seen == [f"q{i}" for i in range(24)]
     assert stats["inference/staleness_max"] == ages[-1]
 
 
@@ -248,11 +247,8 @@ def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Col
 
 
 def test_a_filter_that_rejects_everything_ends_the_collection(collect: Collect) -> None:
-    words = r"8 groups were dropped without a batch in between, the last because group_filter rejects them: .*=7"
-    limits = [({"groups_per_batch": 2, "max_dropped_groups": 7}, words), ({}, r"101 groups .* max_dropped_groups=100")]
-    for limit, match in limits:
-        with pytest.raises(CollectionError, match=match):
-            next(iter(collect(group_filter=lambda rows: False, **limit)))
+    with pytest.raises(CollectionError, match=r"8 groups were dropped .* group_filter rejects them"):
+        next(iter(collect(group_filter=lambda rows: False, groups_per_batch=2, max_dropped_groups=7)))
     odd = collect(group_filter=is_odd, max_dropped_groups=1, max_staleness=0)
     assert len(list(islice(odd, 4))) == 4  # one in a row is within the limit
 
@@ -578,6 +574,21 @@ def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
     collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
     next(iter(collector))
     assert len(asked) >= 2
+
+
+def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
+
+    over = threading.Event()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        return float(over.wait(60))
+
+    collector = collect(episode, groups_per_batch=2, heartbeat_timeout=0.5)
+    with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
+        in_thread(lambda: next(iter(collector))).result(50)
+    over.set()
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

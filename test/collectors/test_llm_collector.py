@@ -78,8 +78,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "turns"),
+    [("samples", 1), *((mode, 2) for mode in MODES)],
+)
 def test_batches_are_torchrls_and_its_lost_prompts(engine: FakeAsyncVLLM, mode: str, turns: int) -> None:
     asked = 2 if mode == "last turns" else 2 * turns  # the environment's samples, once
     arguments: dict[str, Any] = {"policy": policy_of(engine, prefer_tokens=True), "dialog_turns_per_batch": asked}
@@ -167,7 +169,9 @@ def test_data_may_have_columns_of_any_kind(engine: FakeAsyncVLLM, columns: dict[
 @pytest.mark.parametrize(
     ("mode", "repeats", "turns"),
     [
-        *product(("samples", "last turns", "turns"), (None, 2), [1]),
+        ("turns", 2, 1),
+        *(pytest.param(*rest, marks=pytest.mark.soak) for rest in product(("samples", "last turns"), (None, 2), [1])),
+        pytest.param("turns", None, 1, marks=pytest.mark.soak),
         ("samples", None, None),
         ("last turns", None, None),  # turns of a sample in several batches begin again, as the docs say
     ],

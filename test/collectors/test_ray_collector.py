@@ -579,7 +579,14 @@ def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, t
         first.shutdown()
 
 
-@pytest.mark.parametrize("kind", [RayLLMCollector, torchrl.collectors.llm.RayLLMCollector], ids=["ours", "torchrl's"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(RayLLMCollector, id="ours"),
+        # one more process
+        pytest.param(torchrl.collectors.llm.RayLLMCollector, id="torchrl's", marks=pytest.mark.soak),
+    ],
+)
 def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(actor: Any, toys: AsyncVLLM, kind: Any) -> None:
     policy = policy_of(toys, tokenizer=TOKENIZER, return_log_probs=False)
     with placing(actor):  # ours; TorchRL's makes an actor of its own class

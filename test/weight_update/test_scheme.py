@@ -163,6 +163,7 @@ def test_a_scheme_that_is_forgotten_leaves_no_memory_behind() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.soak
 def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
     script = (
         "from torchrl_moe.weight_update import VLLMWeightSyncScheme as S; s = S(); print(s.folder, s.folder.is_dir())"
