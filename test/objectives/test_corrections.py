@@ -159,21 +159,6 @@ def test_combinations_without_a_meaning_are_refused(names: Any, proximal: Any, t
         Corrections(names, proximal=proximal)
 
 
-@pytest.mark.parametrize(
-    ("cuts", "told"),
-    [
-        ({"tis": -1.0}, "threshold tis must be a number of at least 0, got -1.0"),
-        ({"k3": math.nan}, "threshold k3 must be a number of at least 0, got nan"),
-        ({"mis": (0.5, 2.0)}, r"threshold mis must be a number of at least 0, got \(0.5, 2.0\)"),
-        ({"icepop": 5.0}, r"threshold icepop must be \(low, high\), got 5.0"),
-        ({"geo": (1.1, 0.9)}, r"threshold geo must be \(low, high\) with 0 <= low < high, got \(1.1, 0.9\)"),
-    ],
-)
-def test_wrong_thresholds_are_refused(cuts: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Thresholds(**cuts)
-
-
 def ratios(proximal: Proximal | None, trained: Any = None, prox: Any = None) -> PolicyRatios:
     """Of the batch worked out by hand, with log-probs of the second token replaced."""
     td, actor = by_hand()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support.sequences import INF, NAN, Run, every, row
 from torchrl_moe.objectives import functional as F
-from torchrl_moe.objectives.functional import check_tokens, select, sequence_mean, sequence_sum
+from torchrl_moe.objectives.functional import select, sequence_mean, sequence_sum
 
 
 @pytest.fixture(params=["eager", "compiled"])
@@ -89,13 +89,6 @@ def test_what_is_not_selected_has_no_gradient() -> None:
     value = VALUE.clone().requires_grad_()
     (select(MASK, value).sum() + sequence_mean(value, MASK).sum()).backward()
     assert value.grad.tolist() == [[1 + 1.5, 1 + 1.5, 0], [1 + 3, 0, 0], [0, 0, 0]]
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"mask must have 2 dimensions, got 1: shape \[3\]. It is \[B, T\], a value"):
-        check_tokens(value=VALUE, mask=MASK[0])
-    with pytest.raises(ValueError, match=r"must have the same shape, got value \[3, 3\], mask \[3, 2\]"):
-        check_tokens(value=VALUE, mask=MASK[:, :2])
 
 
 # -- aggregation -------------------------------------------------------------------------------------------------------
@@ -193,15 +186,6 @@ def test_effective_sample_size(run: Run) -> None:
 
 
 # -- weights and masks of a mismatch -----------------------------------------------------------------------------------
-
-
-def test_weights_are_constants_and_finite() -> None:
-    log_rho = torch.full((1, 9), 19.0, requires_grad=True)
-    mask = torch.ones(1, 9, dtype=torch.bool)
-    for weight in (F.token_weight(log_rho), F.sequence_weight(log_rho, mask), F.sequence_weight(-log_rho, mask)):
-        assert not weight.requires_grad
-        assert weight.isfinite().all()
-    assert F.sequence_weight(log_rho, mask)[0, 0].item() == pytest.approx(math.exp(20))
 
 
 def test_off_policy_negatives(run: Run) -> None:
@@ -361,11 +345,6 @@ def test_dppo_does_not_clip_but_caps(run: Run) -> None:
 
 
 # -- SAPO -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_slope_of_the_soft_gate() -> None:
-    slope = gradient(lambda x: F.sapo_surrogate(x, row(2, -1), 1.0, 2.0), row(1, 1.5).log())
-    assert slope == pytest.approx([-2, 1.5 * 4 * sigmoid(1) * (1 - sigmoid(1))])
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

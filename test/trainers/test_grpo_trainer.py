@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import logging
-import multiprocessing
+import os
 import random
 import signal
 import threading
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import count
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,16 +47,15 @@ from support.training import (
     short,
     versions,
 )
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from torchrl_moe._compat_transformers import lowered
-from torchrl_moe.cli.main import main
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.errors import CollectionError, EngineError, UnsupportedRouterError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_engine import shift_routes, wrong_ids
 from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
+from torchrl_moe.trainers import ConfigError, MoEGRPOTrainer
 from torchrl_moe.trainers.config import LossConfig
 from torchrl_moe.trainers.grpo_trainer import finishing
 
@@ -648,48 +646,6 @@ def test_an_engine_that_disagrees_in_float32_ends_the_run(tmp_path: Path, caplog
     assert caplog.text.count("far apart") == 3
 
 
-def answers_of(config: GRPOConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a run with an engine of its own draws: ids and log-probs, ``[answers, tokens]`` of each step."""
-    config.engine.kind, config.engine.arguments = "transformers", {"max_num_seqs": 1}  # one by one: the order is known
-    config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.max_new_tokens = 4, 4, 8
-    config.rollout.sampling, config.optim.lr = {"ignore_eos": True}, 1e-9
-    ids, log_probs = [], []
-
-    def note(batch: Any) -> Any:
-        ids.append(torch.stack([row["tokens", "response"] for row in batch.unbind(0)]))
-        log_probs.append(torch.stack([row["log_probs", "response"] for row in batch.unbind(0)]))
-        return batch
-
-    rows = [{"prompt": "1+1="}]
-    rewards = lambda completion_ids: float(sum(completion_ids) % 7)  # noqa: E731
-    with MoEGRPOTrainer(
-        fake_model(), dataset=rows, rewards=rewards, config=config, tokenizer=ByteTokenizer()
-    ) as trainer:
-        trainer.register_op("batch_process", note)
-        trainer.train()
-    return ids, log_probs
-
-
-@pytest.mark.soak
-def test_a_resumed_run_draws_other_answers_than_its_first_steps_of_the_same_distribution(tmp_path: Path) -> None:
-    config = fake_config(tmp_path / "whole", 4)
-    whole, whole_log_probs = answers_of(config)
-    config.out, config.steps, config.checkpoint.every = str(tmp_path / "parts"), 2, 2
-    first, _ = answers_of(config)
-    assert all(torch.equal(one, other) for one, other in zip(first, whole, strict=False))  # a seed is a seed
-    config.steps, config.resume = 4, True
-    resumed, log_probs = answers_of(config)
-
-    def shared(one: torch.Tensor, other: torch.Tensor) -> float:
-        """Of each answer of one step, the share of its tokens that an answer of the other has in the same places."""
-        return float((one[:, None] == other[None]).float().mean(-1).amax(1).mean())
-
-    assert max(shared(whole[i], whole[k]) for i in range(4) for k in range(i)) < 0.3
-    assert max(shared(late, early) for late in resumed for early in first) < 0.3
-    gap = torch.cat(log_probs).mean() - torch.cat(whole_log_probs).mean()
-    assert abs(gap) < 5 * torch.cat(whole_log_probs).std() * (1 / 256 + 1 / 512) ** 0.5
-
-
 def test_an_engine_that_is_given_is_seeded_when_a_run_resumes(fleet: FakeFleet, tmp_path: Path) -> None:
     config = fake_config(tmp_path, 1)
     config.checkpoint.every = 1
@@ -805,48 +761,6 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(fleet: FakeFleet, tmp_path
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
-def wait_for_rows(metrics: Path, count: int, running: BaseProcess) -> None:
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and running.exitcode is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) > count:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"no {count} rows in time; exit code {running.exitcode}")
-
-
-@pytest.mark.soak
-@pytest.mark.engine
-def test_a_killed_run_continues_from_its_checkpoint(first_run: MoEGRPOTrainer, tmp_path: Path) -> None:
-    few = (f"model.source={first_run.record.folder / 'model'}", "rollout.prompts_per_step=2")
-    arguments = [f"out={tmp_path}", *few, "steps=500", "seed=3", "checkpoint.every=2", "eval.every=0"]
-    arguments += ["log.progress=false", "engine.kind=transformers", "~engine.arguments.kv_cache_memory_bytes"]
-    command = ["train", "--config", "tiny_sums", *arguments]
-    killed = multiprocessing.get_context("fork").Process(target=main, args=(command,))  # which has all imported
-    killed.start()
-    try:
-        wait_for_rows(tmp_path / "metrics.csv", 3, killed)
-        # the checkpoint of step 2 is written beside the next steps
-        until(lambda: list((tmp_path / "checkpoints").glob("step-*")))
-    finally:
-        killed.kill()
-        killed.join()
-    prompts = trained_prompts(tmp_path)
-    config = short(tmp_path, "resume=true", "steps=1000")
-    with MoEGRPOTrainer(config=config, engine=first_run.rollout_engine.engine) as again:
-        done = again.steps_done
-        assert done >= 2 and again.config.seed == 3 and again.rollout_engine.version >= done
-        assert [row["step"] for row in again.record.rows] == list(range(done))
-        again.config.steps = done + 2
-        again.train()
-    rows = rows_of(tmp_path)
-    assert [int(row["step"]) for row in rows] == list(range(done + 2))
-    assert "agreement" not in failed_checks(rows)
-    assert trained_prompts(tmp_path)[: 4 * done] == prompts[: 4 * done]
-
-
-def trained_prompts(folder: Path) -> list[str]:
-    """The prompts of the samples that were kept: the first four answers of each step."""
-    return [json.loads(line)["prompt"] for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 # -- what users bring -------------------------------------------------------------------------------------------------
@@ -902,24 +816,6 @@ def test_answers_without_a_reward_are_left_out_and_their_groups_stay(tmp_path: P
         trainer.train()
     assert sizes == [4, 4, 4]  # two groups of two
     assert [row["reward"] for row in trainer.record.rows] == [0.5, 0.5, 0.5]
-
-
-@pytest.mark.parametrize(("rewarded", "message"), [(1, "2 of 3 answers have no reward"), (0, "3 of 3 answers have no")])
-def test_a_group_of_fewer_than_two_rewards_fails(tmp_path: Path, rewarded: int, message: str) -> None:
-    counts: Counter[str] = Counter()
-
-    def judge(prompt: str) -> float | None:
-        counts[prompt] += 1
-        return 1.0 if counts[prompt] % 3 < rewarded else None
-
-    config = fake_config(tmp_path, 3)
-    config.rollout.group_size, config.rollout.max_failures = 3, 1
-    with (
-        fake_fleet() as fleet,
-        fake_run(fleet, config, rewards=judge) as trainer,
-        pytest.raises(ValueError, match=message),
-    ):
-        trainer.train()
 
 
 def test_a_reward_that_sets_signals_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
@@ -993,3 +889,48 @@ def test_a_signal_from_outside_has_its_exit_code(name: str, tmp_path: Path) -> N
     assert exit_code_of(run) == -number
     told, *rest = said.read_text().splitlines()
     assert f"{name}: the running step is finished and saved" in told and rest == ["finished", "ended"]
+
+
+def test_a_forked_process_shuts_nothing_down_and_does_not_wait(
+    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    config = fake_config(tmp_path, 2)
+    config.checkpoint.every = 1
+    with fake_run(fleet, config) as trainer:
+        is_written = threading.Event()
+        monkeypatch.setattr(trainer.checkpoints, "_publish", lambda *_: is_written.wait(PATIENCE))
+        trainer.checkpoints.save(0, 0.0)  # its thread is not there in the forked process
+        if (child := os.fork()) == 0:
+            try:
+                trainer.shutdown()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        ended = threading.Thread(target=os.waitpid, args=(child, 0))
+        ended.start()
+        ended.join(PATIENCE)
+        assert not ended.is_alive()
+        is_written.set()
+        trainer.train()
+        assert trainer.steps_done == 2
+
+
+@pytest.mark.parametrize("place", ["post_steps", "post_optim"])
+def test_a_checkpoint_in_a_hook_leaves_the_steps_seconds(fleet: FakeFleet, tmp_path: Path, place: str) -> None:
+    config, began = fake_config(tmp_path, 2), time.perf_counter()
+    config.checkpoint.every = 10
+    with fake_run(fleet, config) as trainer:
+
+        def hook(*_: object) -> None:
+            time.sleep(0.2 if place == "post_optim" else 0.0)
+            trainer.save_trainer(force_save=place != "post_optim")
+
+        trainer.register_op(place, hook)
+        trainer.train()
+        assert trainer.steps_done == 2
+    rows = rows_of(tmp_path)
+    assert all(float(row["tokens_per_second"]) > 0 for row in rows)
+    # what an optimizer step took is counted, and nothing is counted twice
+    assert all(float(row["seconds_train"]) >= (0.2 if place == "post_optim" else 0.0) for row in rows)
+    counted = sum(float(value) for row in rows for name, value in row.items() if name.startswith("seconds_") and value)
+    assert counted <= time.perf_counter() - began

@@ -742,24 +742,6 @@ def test_a_delta_refers_to_no_bytes_that_are_damaged_or_gone(fleet: Fleet, tmp_p
         assert value_in(engine, 0) == 1.0
 
 
-def test_after_fifty_small_versions_a_late_replica_has_the_last(fleet: Fleet, tmp_path: Path) -> None:
-    engine, sender = fleet(2, folder=tmp_path, delta=True)
-    tensors = {"a": torch.zeros(2, 2), "b": torch.zeros(3, dtype=torch.int64)}
-    sizes = []
-    for number in range(50):
-        tensors = {**tensors, "a": tensors["a"].clone()}
-        tensors["a"].view(-1)[number % 4] = number
-        assert sender.update_weights(tensors).failed == {}
-        sizes.append((tmp_path / f"v{sender.version}.safetensors").stat().st_size)
-    assert sum(size == max(sizes) for size in sizes) <= 25  # whole ones; the others are patches
-    engine.restart(1)
-    sender.bring(1)
-    assert [fake.weights["a"].equal(tensors["a"]) for fake in engine.fakes] == [True, True]
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [50, 50])
-    assert sender.rollback(49).failed == {}
-    assert engine.fakes[1].weights["a"].view(-1).tolist() == [48.0, 45.0, 46.0, 47.0]
-
-
 @pytest.mark.parametrize("byte", [b"\xff", b"~"])
 @pytest.mark.parametrize("choices", STORES)
 def test_a_damaged_manifest_costs_its_version_only(
