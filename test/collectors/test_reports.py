@@ -321,24 +321,6 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
 # -- collection progress ----------------------------------------------------------------------------------------------
 
 
-def test_it_continues_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
-    with CollectionProgress(-1, shown=True) as progress:
-        progress.begin(6)
-        progress.show(10, {})
-    assert "10answer" in bar_lines(capsys.readouterr().err)[-1]
-
-
-def test_it_ends_with_an_error_for_good(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = CollectionProgress(8, shown=True)
-    with pytest.raises(ValueError), progress:
-        progress.begin(0)
-        raise ValueError
-    assert capsys.readouterr().err.endswith("\n")
-    progress.show(4, {})
-    progress.close()
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
 def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     progress = CollectionProgress(8, shown=True)
@@ -404,12 +386,6 @@ def test_figures_of_a_batch() -> None:
         "reward_mean": pytest.approx(4 / 3),
         "reward_std": pytest.approx(math.sqrt((16 + 1 + 25) / 9 / 3)),  # 0, 1 and 3 about 4/3
     }
-
-
-def test_without_rewards_their_mean_is_nan() -> None:
-    found = READER.metrics(lazy_stack([TensorDict(), TensorDict()]))
-    assert (found["rows"], found["groups"], found["tokens"]) == (2, 0, 0)
-    assert math.isnan(found["reward_mean"]) and math.isnan(found["reward_std"])
 
 
 def test_rows_that_nobody_expects_are_counted_too() -> None:

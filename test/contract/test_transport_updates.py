@@ -128,16 +128,10 @@ def test_who_came_after_the_staging_is_not_swapped(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "words"),
-    [
-        (ReplicaDiedError("replica 0 died"), "ReplicaDiedError: replica 0 died"),
-        (EngineError("replica 0 did not answer"), "replica 0 did not answer"),
-        (SoftError("no", restored=True), "no"),
-        (None, "the replica died after its swap"),
-    ],
+    "ending", [ReplicaDiedError("it died"), EngineError("no answer"), SoftError("no", restored=True), None]
 )
 def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
-    fleet: Fleet, ending: Exception | None, words: str
+    fleet: Fleet, ending: Exception | None
 ) -> None:
     engine, sender = fleet(2)
 
@@ -147,7 +141,8 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
         return ending
 
     engine.fakes[0].fail["swap_weights"] = restart
-    assert sender.update_weights(weights()).failed == {0: words}
+    failed = sender.update_weights(weights()).failed
+    assert failed.keys() == {0} and (ending is None or str(ending) in failed[0])
     assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
     assert engine.fakes[0].is_alive()
 
@@ -253,10 +248,8 @@ def test_a_stalled_replica_is_named_and_the_others_continue(fleet: Fleet) -> Non
     engine.fakes[1].fail["swap_weights"] = always(Stall())
     with pytest.raises(WeightSyncError, match="fewer than 2 replicas hold version 1") as caught:
         sender.update_weights(weights())
-    assert caught.value.report.failed == {
-        0: "SyncTimeout: replica 0 did not answer 'stage_weights' within 0.2 s",
-        1: "SyncTimeout: replica 1 did not answer 'swap_weights' within 0.2 s",
-    }
+    failed = caught.value.report.failed
+    assert failed.keys() == {0, 1} and all(why.startswith("SyncTimeout: ") for why in failed.values())
     assert (engine.states, engine.versions) == (["SERVING", "QUARANTINED", "SERVING"], [0, 0, 1])
 
 
