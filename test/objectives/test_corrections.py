@@ -179,38 +179,6 @@ def ratios(proximal: Proximal | None, trained: Any = None, prox: Any = None) -> 
     return policy_ratios(log_probs, inputs.read(td, LossKeys(), None), proximal)
 
 
-def of(values: Tensor) -> list[float]:
-    """The three tokens that count, not as logarithms."""
-    return values.exp()[torch.tensor([[False, True, True], [False, False, True]])].tolist()
-
-
-def test_coupled() -> None:
-    got = ratios(None)
-    assert of(got.log_probs) == pytest.approx([0.6, 0.4, 0.2])
-    assert of(got.old_log_probs) == pytest.approx([0.4, 0.4, 0.4])
-    for log_ratio in (got.log_ratio, got.sample_log_ratio, got.log_rho):
-        assert of(log_ratio) == pytest.approx([1.5, 1, 0.5])
-    assert got.log_ratio.requires_grad
-    assert not got.log_rho.requires_grad
-
-
-def test_recomputed() -> None:
-    got = ratios("recomputed")
-    assert of(got.old_log_probs) == pytest.approx([0.8, 0.4, 0.2])
-    assert of(got.log_ratio) == pytest.approx([0.75, 1, 1])
-    assert of(got.sample_log_ratio) == pytest.approx([1.5, 1, 0.5])
-    assert of(got.log_rho) == pytest.approx([2, 1, 0.5])
-
-
-def test_interpolated() -> None:
-    """Sampled 2, 1 and 4 updates ago: r is the d-th root of π/μ, and ρ the rest of it."""
-    got = ratios("interpolated")
-    assert of(got.log_ratio) == pytest.approx([1.5**0.5, 1, 0.5**0.25])
-    assert of(got.log_rho) == pytest.approx([1.5**0.5, 1, 0.5**0.75])
-    assert got.log_ratio.requires_grad
-    assert not got.log_rho.requires_grad
-
-
 def test_what_is_not_known() -> None:
     mask = [[False, True, True], [False, False, True]]
     dropped = [[False, False, True], [False, False, True]]
