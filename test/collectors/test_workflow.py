@@ -215,15 +215,6 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
 
 
 # -- in a collector ---------------------------------------------------------------------------------------------------
-def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Collect) -> None:
-    for batch in islice(collect(one_turn, groups_per_batch=3, max_staleness=1), 3):
-        assert batch.batch_size == (6,)
-        groups = batch.get("group_id").tolist()
-        assert Counter(groups) == dict.fromkeys(groups, 2)
-        assert batch["next", "reward"].flatten().tolist() == [float(query[1:]) for query in queries(batch)]
-        for row in batch.unbind(0):
-            assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
-            assert (int(row["num_segments"]), str(row["finish_reason"])) == (1, "length")
 
 
 def test_the_answers_are_those_of_an_environment(collect: Collect) -> None:

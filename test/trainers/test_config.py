@@ -84,9 +84,7 @@ def test_an_invalid_value_is_refused_by_its_name(name: str) -> None:
 
 
 def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout\.max_new_tokens=256 must be below engine\.arguments"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=256 must be below engine\.arguments"):
         changed("engine.arguments", {"max_model_len": 256}).check()
 
 

@@ -537,15 +537,6 @@ def test_the_caller_continues_while_a_version_is_copied(connect: Connect, monkey
     assert (sender.wait_published(), sender.apply(1).failed, value_in(engine, 1)) == (1, {}, 4.0)
 
 
-def test_the_next_step_waits_by_itself(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, go = FakeFleet(1), gate(monkeypatch)
-    sender = connect(engine)
-    version = sender.publish(weights(4), wait=False)
-    threading.Timer(0.05, go.set).start()
-    sender.apply(version)
-    assert value_in(engine, 0) == 4.0
-
-
 def test_a_guarded_optimiser_waits_before_its_step(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, go = FakeFleet(1), gate(monkeypatch)
     sender, parameter = connect(engine), nn.Parameter(torch.full((2, 2), 5.0))
@@ -558,15 +549,6 @@ def test_a_guarded_optimiser_waits_before_its_step(connect: Connect, monkeypatch
     assert parameter.eq(4).all()
     sender.apply(version)
     assert value_in(engine, 0) == 5.0
-
-
-def test_shutdown_waits_for_a_copy_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = gate(monkeypatch)
-    sender = VLLMWeightSyncScheme().create_sender()
-    sender.publish(weights(), wait=False)
-    threading.Timer(0.05, go.set).start()
-    sender.shutdown()
-    assert not sender.options.store.folder.exists()
 
 
 # -- restarted replicas -----------------------------------------------------------------------------------------------
