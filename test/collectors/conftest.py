@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from support.collecting import Questions, chat, policy_of
+from support.collecting import collectors_over
 from support.interrupts import Interrupt, interrupts
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -27,16 +26,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture
 def collect(request: pytest.FixtureRequest) -> Iterator[Callable[..., AsyncLLMCollector]]:
     """Makes collectors of groups of 2 over questions, of the test's ``engine`` unless it gives a policy."""
-    with ExitStack() as stack:
-
-        def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
-            if "policy" not in kwargs:
-                kwargs["policy"] = policy_of(request.getfixturevalue("engine"))
-            kwargs = {"dataloader": Questions(), "group_size": 2, **kwargs}
-            collector = AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs)
-            stack.callback(collector.shutdown)
-            return collector
-
+    with collectors_over(lambda: request.getfixturevalue("engine")) as make:
         yield make
 
 

@@ -12,11 +12,9 @@ import pytest
 import ray
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.collectors import llm
 
 from support.collecting import Questions, chat, plain, policy_of, queries
-from support.signatures import parameters
-from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, RayLLMCollector, ray_collectors
+from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, ray_collectors
 from torchrl_moe.collectors.ray_collectors import CollectorHost, actor_options, pack, unpack
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -167,11 +165,3 @@ def test_its_arguments_are_those_of_the_local_one_and_rays() -> None:
     assert list(remote) == [*local, *OF_RAY]
     for name, parameter in local.items():
         assert remote[name] == parameter
-
-
-def test_its_arguments_are_those_of_torchrls() -> None:
-    ours = inspect.signature(RayLLMCollector).parameters
-    theirs, local = parameters(llm.RayLLMCollector), parameters(llm.LLMCollector)
-    assert set(ours) == {*theirs, *local}
-    for name, parameter in {**theirs, **local}.items():
-        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)

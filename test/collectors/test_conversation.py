@@ -19,7 +19,7 @@ from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.workflow import Conversation
 from torchrl_moe.errors import RequestRefusedError
 from torchrl_moe.modules import vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, KeptIds
+from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -135,14 +135,6 @@ def test_a_prompt_of_another_kind_is_refused(engine: FakeAsyncVLLM, mode: Any, p
         talk(policy_of(engine, input_mode=mode), lambda one: one.ask(prompt, **tools))
 
 
-def test_arguments_of_generation_are_the_collectors_then_the_questions(engine: FakeAsyncVLLM) -> None:
-    async def script(conversation: Conversation) -> list[int]:
-        answers = [await conversation.ask("one"), await conversation.ask("two", max_new_tokens=2)]
-        return [len(answer["tokens", "response"]) for answer in answers]
-
-    assert talk(history_policy(engine), script, max_new_tokens=4)[1] == [4, 2]
-
-
 def test_a_turn_sends_the_ids_of_the_earlier_and_keeps_what_is_known_of_them(engine: FakeAsyncVLLM) -> None:
     """The weights change between the turns, so each of these values would be another one if it were made again."""
     _, (first, second) = talk(history_policy(engine), twice(engine, "one"))
@@ -154,28 +146,6 @@ def test_a_turn_sends_the_ids_of_the_earlier_and_keeps_what_is_known_of_them(eng
     assert torch.equal(second["log_probs", "full"][response], first["log_probs", "response"])
     assert torch.equal(second["routed_experts", "full"][: had - 1], first["routed_experts", "full"][:-1])
     assert (second["routed_experts", "full"][had - 1, 1:] != -1).all()
-
-
-def test_a_turn_keeps_the_words_that_the_earlier_was_sampled_from(engine: FakeAsyncVLLM) -> None:
-    """Its log-probs are kept, and are over these words."""
-    policy = history_policy(engine)
-
-    async def generate(request: SampleRequest, _: int) -> Completion:
-        completion = await policy.model.agenerate(**request.arguments)
-        if "top_k" in request.arguments["sampling_params"]:
-            (output,) = completion.outputs
-            words = np.stack([output.token_ids, output.token_ids + 1], 1).flatten()
-            output.kept = KeptIds(words.astype(np.int32), np.full(len(output.token_ids), 2, np.int32))
-        return completion
-
-    conversation = Conversation(policy, generate, TensorDict(query="q"), {})
-    first, second = asyncio.run(twice(engine, "one", top_k=2)(conversation))
-    had = len(first["tokens", "full"])
-    kept = second["sampling", "kept"].validate(vocabulary=512, tokens=second["tokens", "full"])
-    assert first["sampling", "kept"].sizes.tolist() == [0] * (had - 6) + [2] * 6
-    assert kept.sizes[:had].tolist() == first["sampling", "kept"].sizes.tolist()
-    assert kept.ids.tolist() == first["sampling", "kept"].ids.tolist()
-    assert not kept.sizes[had:].any()
 
 
 def test_a_turn_at_another_temperature_is_refused(engine: FakeAsyncVLLM) -> None:

@@ -69,12 +69,6 @@ def test_rewards_see_the_data_without_its_loader() -> None:
     assert env.step(root)["next", "reward"].flatten().tolist() == [1.0, 1.0]
 
 
-def test_an_environment_without_one_or_that_fits_is_itself() -> None:
-    env, single = chat(4), chat(1)
-    assert take_dataloader(env) == (env, None, None)
-    assert with_batch_size(env, 4) is env and with_batch_size(single, 4) is single
-
-
 def test_a_chat_of_another_size_is_made_again_with_all_it_has() -> None:
     base = ChatEnv(batch_size=(6,), tokenizer=TOKENIZER, system_prompt="be brief", data_key="question", user_role="you")
     env = with_batch_size(TransformedEnv(base, StepCounter(max_steps=3)), 4)
@@ -202,15 +196,6 @@ def test_there_is_an_end_to_giving_up(pool_of: Pools, over: threading.Event) -> 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_what_would_end_a_loop_or_a_task_is_an_error_like_any(pool_of: Pools, error: BaseException) -> None:
-    def fail(env: EnvBase) -> None:
-        raise error
-
-    with pytest.raises(RuntimeError, match=f"raised {type(error).__name__}"):
-        both_at_once(pool_of(chat(2)), fail, count=1)
-
-
 def test_a_cancelled_episode_gives_its_environment_back_when_the_call_is_over(
     pool_of: Pools, over: threading.Event
 ) -> None:
@@ -314,13 +299,6 @@ def play(engine: FakeAsyncVLLM, env: EnvBase, **kwargs: Any) -> tuple[list[Tenso
     return turns, asked
 
 
-def test_each_sample_asks_once_a_turn_until_the_environment_is_done(engine: FakeAsyncVLLM) -> None:
-    turns, asked = play(engine, chat(3))
-    assert ([turn.batch_size for turn in turns], asked) == ([(3,)], [0, 1, 2])
-    turns, asked = play(engine, chat(1, turns=4))
-    assert ([turn["next", "done"].item() for turn in turns], asked) == ([False, False, False, True], [0] * 4)
-
-
 def test_an_environment_sees_no_routes_and_they_are_in_the_rows(engine: FakeAsyncVLLM) -> None:
     seen: list[set[str]] = []
 
@@ -334,12 +312,6 @@ def test_an_environment_sees_no_routes_and_they_are_in_the_rows(engine: FakeAsyn
     assert not seen[0] & hidden
     assert {"history", "text", "tokens", "query"} <= seen[0]
     assert hidden <= set(turn.keys())
-
-
-def test_arguments_of_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
-    (turn,), _ = play(engine, chat(1), max_new_tokens=3, return_routed_experts=False)
-    assert len(turn[0]["tokens", "response"]) == 3
-    assert "routed_experts" not in turn.keys()  # noqa: SIM118
 
 
 async def noting(noted: list[str], seconds: float = 0.0) -> None:
@@ -394,7 +366,3 @@ def test_a_gathering_that_failed_and_is_cancelled_then_cancels_each_once() -> No
 
     asyncio.run(main())
     assert noted == ["cancelled"]
-
-
-def test_results_come_in_order() -> None:
-    assert asyncio.run(gather([asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)])) == [0.02, 0.0, 0.01]

@@ -44,12 +44,6 @@ def completed(*samples: list[TensorDictBase], only_last: bool = False, **kwargs:
     return one, one.rows
 
 
-def test_samples_stay_together_and_turns_in_their_order() -> None:
-    one, rows = completed([turn_of([3, 3]), turn_of([4])], [turn_of([5, 6])])
-    assert [row["policy_versions", "full"].tolist() for row in rows.unbind(0)] == [[3, 3], [4], [5, 6]]
-    assert (rows["group_id"].tolist(), one.oldest, one.tokens) == ([7, 7, 7], 3, 5)
-
-
 def test_samples_of_one_environment_are_taken_apart_and_versions_stand_where_torchrls_scripts_look() -> None:
     turns = [turn_of([3], [4]), turn_of([5], [6])]
     assert completed(turns)[1]["policy_version"].tolist() == [3, 5, 4, 6]
@@ -107,15 +101,6 @@ def test_a_replica_that_is_ahead_makes_no_negative_age() -> None:
     assert stats.scalars()["inference/staleness_max"] == 0.0
 
 
-def test_drops_are_counted_by_reason() -> None:
-    stats = CollectionStats()
-    for reason in ("stale", "failed", "stale"):
-        stats.dropped(reason)
-    found = stats.scalars()
-    assert (found["collector/groups_dropped/stale"], found["collector/groups_dropped/failed"]) == (2.0, 1.0)
-    assert found["collector/refills"] == 3.0
-
-
 def test_an_engine_is_idle_while_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -125,12 +110,6 @@ def test_an_engine_is_idle_while_nothing_is_in_flight(monkeypatch: pytest.Monkey
         stats.in_flight += change
     found = stats.scalars()
     assert (found["inference/idle"], found["inference/in_flight"]) == (pytest.approx(0.4), 0.0)
-
-
-def test_nothing_is_made_up_before_the_first_batch() -> None:
-    found = CollectionStats().scalars()
-    assert "inference/staleness_mean" not in found
-    assert "collector/length_trained_over_sampled" not in found
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -163,26 +142,6 @@ def running(restored: Any = None) -> Group:
 
 def asked(group: Group, sample: int, ids: list[int], version: int = 0, **more: Any) -> dict[str, Any]:
     return group.ask(sample, f"name-7-{sample}", {**arguments(ids), **more}, version)[1]
-
-
-def test_each_turn_has_a_name_of_its_own_and_all_of_a_sample_one_session() -> None:
-    group = running()
-    turns = [asked(group, sample, IDS) for sample in (0, 0, 1)]
-    assert [one["request_id"] for one in turns] == ["name-7-0-0", "name-7-0-1", "name-7-1-0"]
-    assert [one["session_id"] for one in turns] == ["name-7-0", "name-7-0", "name-7-1"]
-    assert asked(group, 0, IDS, session_id="mine")["session_id"] == "mine"
-
-
-def test_whole_and_cut_answers_are_in_the_state(engine: FakeAsyncVLLM) -> None:
-    group = running()
-    turn, first = group.ask(1, "name-7-1", arguments(IDS), 0)
-    turn.answer = answer(engine, first)
-    second = asked(group, 1, [*IDS, 68])
-    some = half(answer(engine, second))
-    assert group.answers({}) == {1: {0: (turn.answer, how())}}
-    assert group.answers({second["request_id"]: some, "another's": turn.answer}) == {
-        1: {0: (turn.answer, how()), 1: (some, how())}
-    }
 
 
 def test_what_is_asked_again_continues(engine: FakeAsyncVLLM) -> None:

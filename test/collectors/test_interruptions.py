@@ -121,23 +121,6 @@ def test_two_threads_share_the_batches(collect: Collect) -> None:
     assert sorted(seen) == sorted(f"q{i}" for i in range(20))
 
 
-def test_iterators_share_the_batches_and_a_closed_one_ends_nothing(collect: Collect) -> None:
-    collector = collect()
-    one, other = collector.iterator(), iter(collector)
-    assert [prompts(next(each)) for each in (one, other, one)] == [["q0", "q1"], ["q2", "q3"], ["q4", "q5"]]
-    one.close()
-    assert prompts(next(other)) == ["q6", "q7"]
-
-
-def test_two_collectors_share_an_engine(collect: Collect) -> None:
-    collectors = [collect(), collect()]
-    iterators = [iter(collector) for collector in collectors]
-    for first in (0, 2):
-        assert [prompts(next(each)) for each in iterators] == [[f"q{first}", f"q{first + 1}"]] * 2
-    collectors[0].shutdown()
-    assert prompts(next(iterators[1])) == ["q4", "q5"]
-
-
 # -- ends -------------------------------------------------------------------------------------------------------------
 def test_a_shutdown_by_another_thread_ends_the_iteration(collect: Collect, engine: FakeAsyncVLLM) -> None:
     engine.pause()

@@ -78,8 +78,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "turns"),
+    [("samples", 1), *((mode, 2) for mode in MODES)],
+)
 def test_batches_are_torchrls_and_its_lost_prompts(engine: FakeAsyncVLLM, mode: str, turns: int) -> None:
     asked = 2 if mode == "last turns" else 2 * turns  # the environment's samples, once
     arguments: dict[str, Any] = {"policy": policy_of(engine, prefer_tokens=True), "dialog_turns_per_batch": asked}
@@ -116,43 +118,6 @@ def test_they_are_those_of_the_asynchronous_one_without_staleness() -> None:
     assert order[:6] != sorted(order[:6])
 
 
-def test_later_turns_send_the_ids_of_the_earlier(engine: FakeAsyncVLLM) -> None:
-    collector = collector_of(engine, env_of(turns=3), 12)
-    batch = next(iter(collector))
-    assert batch.batch_size == (4, 3)
-    for sample in batch.unbind(0):
-        for earlier, later in zip(sample[:2].unbind(0), sample[1:].unbind(0), strict=True):
-            had = earlier["tokens", "full"]
-            assert torch.equal(later["tokens", "prompt"][: len(had)], had)
-            known = earlier["routed_experts", "full"] != -1
-            assert torch.equal(
-                later["routed_experts", "full"][: len(had)][known], earlier["routed_experts", "full"][known]
-            )
-            # the last token of a turn has its route from the next turn's prefill
-            assert (later["routed_experts", "full"][len(had) - 1][1:] != -1).all()
-    assert all(request.prompt_token_ids is not None for one in engine.replicas for request in one.submitted)
-
-
-@pytest.mark.parametrize("kind", [LLMCollector, AsyncLLMCollector])
-def test_routes_and_kept_tokens_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, kind: Any) -> None:
-    kwargs = {"max_new_tokens": 6, "top_k": 3, "temperature": 0.5}
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=8)
-    arguments = {"dialog_turns_per_batch": 8, "replay_buffer": buffer, "total_dialog_turns": 16}
-    collector = kind(env_of(turns=2), policy=policy_of(engine).get_new_version(generate_kwargs=kwargs), **arguments)
-    assert list(collector.iterator()) == [None] * (2 if kind is LLMCollector else 1)
-    collector.shutdown()
-    assert len(buffer) == 16
-    turns = set()
-    for row in buffer.sample().unbind(0):
-        length, answered = len(row["tokens", "full"]), row["policy_versions", "full"] >= 0
-        assert len(row["routed_experts", "full"]) == len(row["log_probs", "full"]) == length
-        assert torch.equal(row["log_probs", "full"].isfinite(), answered)
-        kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=length, tokens=row["tokens", "full"])
-        assert (kept.sizes.tolist(), float(row["sampling", "temperature"])) == ((3 * answered).tolist(), 0.5)
-        turns.add(int(answered.sum()))
-    assert turns == {6, 12}
-
-
 @pytest.mark.parametrize(
     "columns", [{"number": [3, 4]}, {"vector": torch.arange(6.0).reshape(2, 3)}, {"name": ["a", ""]}]
 )
@@ -167,7 +132,9 @@ def test_data_may_have_columns_of_any_kind(engine: FakeAsyncVLLM, columns: dict[
 @pytest.mark.parametrize(
     ("mode", "repeats", "turns"),
     [
-        *product(("samples", "last turns", "turns"), (None, 2), [1]),
+        ("turns", 2, 1),
+        *(pytest.param(*rest, marks=pytest.mark.soak) for rest in product(("samples", "last turns"), (None, 2), [1])),
+        pytest.param("turns", None, 1, marks=pytest.mark.soak),
         ("samples", None, None),
         ("last turns", None, None),  # turns of a sample in several batches begin again, as the docs say
     ],
@@ -217,15 +184,6 @@ def test_data_that_can_be_read_once_continues_where_it_was(engine: FakeAsyncVLLM
         second.load_state_dict(first.state_dict())
 
 
-def test_the_state_can_be_saved_after_the_end(engine: FakeAsyncVLLM) -> None:
-    collector = collector_of(engine)
-    next(iter(collector))
-    collector.shutdown()
-    again = collector_of(engine)
-    again.load_state_dict(collector.state_dict())
-    assert queries(next(iter(again)).reshape(-1)) == ["q4", "q5", "q6", "q7"]
-
-
 def test_data_that_can_be_read_once_loses_no_row(engine: FakeAsyncVLLM) -> None:
     """The environment has read a batch to know what is in it."""
     data = iter([{"query": ["q0", "q1", "q2"]}, {"query": ["q3", "q4", "q5"]}])
@@ -269,18 +227,6 @@ def test_a_seed_reaches_data_and_engine(engine: FakeAsyncVLLM) -> None:
 def running(engine: FakeAsyncVLLM, **kwargs: Any) -> LLMCollector:
     buffer = ReplayBuffer(storage=LazyStackStorage(4096), batch_size=4)
     return collector_of(engine, env_of(**kwargs), replay_buffer=buffer)
-
-
-def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(engine: FakeAsyncVLLM) -> None:
-    def reward(query: str) -> float:
-        raise ZeroDivisionError(query)
-
-    collector = running(engine, reward=reward)
-    collector.start()
-    until(lambda: not collector.is_running())
-    for ask in (lambda: collector.getattr_rb("write_count"), collector.async_shutdown, lambda: next(iter(collector))):
-        with pytest.raises(ZeroDivisionError, match="q0"):
-            ask()
 
 
 def test_a_pause_ends_at_a_batchs_border(engine: FakeAsyncVLLM) -> None:

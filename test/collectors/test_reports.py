@@ -12,22 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
-from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
+from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 from torchrl.record.loggers.csv import CSVLogger
-from torchrl.record.loggers.tensorboard import TensorboardLogger
 
 from support.clock import Clock
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.html_table import TableReader
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
-from torchrl_moe.collectors.reports import CollectionProgress, CollectionRecord, SampleReader
+from torchrl_moe.collectors.reports import CollectionRecord, SampleReader
 from torchrl_moe.render.tokens import rows_of
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -182,20 +180,6 @@ def test_stats_go_into_torchrls_csv_files(collect: Collect, tmp_path: Path) -> N
         assert list(csv.reader(file)) == [["0", "4.0"], ["1", "8.0"], ["2", "12.0"]]
 
 
-def test_stats_go_into_torchrls_tensorboard_files(collect: Collect, tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    collector = collect(total_dialog_turns=100)
-    next(iter(collector))
-    logger = TensorboardLogger("run", log_dir=str(tmp_path))
-    stats = collector.stats()
-    logger.log_metrics(stats, 7)
-    logger.shutdown()
-    events = event_accumulator.EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    read = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    assert read == {name: [(7, np.float32(value))] for name, value in stats.items()}
-
-
 # -- the record -------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def clock() -> Clock:
@@ -321,35 +305,6 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
 # -- collection progress ----------------------------------------------------------------------------------------------
 
 
-def test_it_continues_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
-    with CollectionProgress(-1, shown=True) as progress:
-        progress.begin(6)
-        progress.show(10, {})
-    assert "10answer" in bar_lines(capsys.readouterr().err)[-1]
-
-
-def test_it_ends_with_an_error_for_good(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = CollectionProgress(8, shown=True)
-    with pytest.raises(ValueError), progress:
-        progress.begin(0)
-        raise ValueError
-    assert capsys.readouterr().err.endswith("\n")
-    progress.show(4, {})
-    progress.close()
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
-def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
-    progress = CollectionProgress(8, shown=True)
-    with pytest.raises(kind), progress:
-        progress.begin(0)
-        raise kind
-    progress.show(4, {})
-    progress.close()
-    assert "4/8" in bar_lines(capsys.readouterr().err)[-1]
-
-
 # -- sample reader ----------------------------------------------------------------------------------------------------
 READER = SampleReader(SimpleNamespace(tokenizer=TOKENIZER))
 SAID = {"version": "3 to 5", "segments": "2", "finish_reason": "stop"}
@@ -404,35 +359,6 @@ def test_figures_of_a_batch() -> None:
         "reward_mean": pytest.approx(4 / 3),
         "reward_std": pytest.approx(math.sqrt((16 + 1 + 25) / 9 / 3)),  # 0, 1 and 3 about 4/3
     }
-
-
-def test_without_rewards_their_mean_is_nan() -> None:
-    found = READER.metrics(lazy_stack([TensorDict(), TensorDict()]))
-    assert (found["rows"], found["groups"], found["tokens"]) == (2, 0, 0)
-    assert math.isnan(found["reward_mean"]) and math.isnan(found["reward_std"])
-
-
-def test_rows_that_nobody_expects_are_counted_too() -> None:
-    assert READER.metrics(lazy_stack([row()])[:0])["rows"] == 0
-    strange = row(group_id=torch.tensor([1, 2]), next=TensorDict({"reward": NonTensorData("good")}))
-    found = READER.metrics(lazy_stack([strange, row(group_id=NonTensorData("a"))]))
-    assert (found["groups"], found["reward_mean"], READER.cells(strange, 80)[0]) == (2, 1.0, "[1, 2]")
-    assert READER.cells(strange, 80)[3] == "–"
-
-
-def test_padding_is_no_token_and_no_text() -> None:
-    """Two rows: a prompt of 3 and an answer of 2, and 1 and 4."""
-    full = torch.tensor([[65, 66, 67, 97, 98, 0, 0], [0, 0, 68, 99, 100, 101, 102]])
-    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    tokens = Tokens(prompt=full[:, :3], response=full[:, 3:], full=full, padded=True, batch_size=[2])
-    masks = Masks(all_attention_mask=mask, padded=True, batch_size=[2])
-    padded = TensorDict({"tokens": tokens, "masks": masks}, [2])
-    assert READER.metrics(padded)["tokens"] == 6
-    decoded = [TOKENIZER.decode(part) for part in ([65, 66, 67], [97, 98], [68], [99, 100, 101, 102])]
-    assert [READER.cells(one, 80)[1:3] for one in rows_of(padded)] == [tuple(decoded[:2]), tuple(decoded[2:])]
-    assert [READER.cells(one, 80)[4] for one in rows_of(padded)] == ["2", "4"]
-    bare = SampleReader(SimpleNamespace(tokenizer=None))
-    assert bare.cells(padded[1], 80)[1:3] == ("[68]", "[99, 100, 101, 102]")
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])

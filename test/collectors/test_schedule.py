@@ -135,7 +135,7 @@ def test_bad_arguments_are_refused(arguments: dict, words: str) -> None:
         Schedule(**{"groups_per_batch": 1, "max_staleness": 1, **arguments})
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(
     st.integers(1, 4),
     st.integers(0, 3),

@@ -321,20 +321,6 @@ def test_the_loss_takes_them_from_the_buffer(transform: Any, per_token: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "told"),
-    [
-        (RLOOAdvantage, [1], "group_size must be an integer of at least 2, or None, got 1"),
-        (DrGRPOAdvantage, [0], "group_size must be an integer of at least 2, or None, got 0"),
-        (ReinforcePlusPlusAdvantage, [1], "batch_size must be an integer of at least 2, got 1"),
-        (ReinforcePlusPlusAdvantage, [6, 4], "multiple of group_size, got batch_size=6 and group_size=4"),
-    ],
-)
-def test_sizes_that_leave_nothing_to_compare_are_refused(kind: Any, sizes: list[int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        kind(*sizes)
-
-
-@pytest.mark.parametrize(
     ("td", "told"),
     [
         (step("a", 1), r"need a batch of steps, got a single step"),

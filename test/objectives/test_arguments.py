@@ -28,50 +28,61 @@ from torchrl_moe.objectives import (
 )
 
 ACTOR = SimpleNamespace(score=None)
-OFF = "None switches it off"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kl_clamp": 0}, f"kl_clamp must be a number above 0, or None, got 0. {OFF}.$"),
-        ({"kl_mask_threshold": 0}, f"kl_mask_threshold must be a number above 0, or None, got 0. {OFF}.$"),
-        ({"kl_to_ref_coeff": -1}, f"kl_to_ref_coeff must be a finite number of at least 0, or None, got -1. {OFF}.$"),
-        ({"kl_to_inference_coeff": float("nan")}, "kl_to_inference_coeff must be a finite number of .*, got nan"),
-        ({"kl_estimator": "k4"}, r"kl_estimator must be one of \['k1', 'k2', 'k3'\], got 'k4'.$"),
-        ({"kl_estimator": "k1"}, "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy"),
-        ({"dual_clip": 1.0}, "dual_clip must be a number above 1, or None, got 1.0. 3 is usual"),
-        ({"router_loss": 3}, "router_loss must be a MoERouterLoss of this loss's actor, got int of another"),
-        (
-            {"router_loss": MoERouterLoss(SimpleNamespace(score=None), top_k=2)},
-            "router_loss .* MoERouterLoss of another",
-        ),
-        ({"aggregation": "mean"}, r"aggregation must be one of \['token_mean', .*\], got 'mean'.$"),
-        ({"reduction": "sum"}, "reduction must be one of .*, got 'sum': TorchRL's loss is a mean then too. For a sum"),
-        ({"masking_strategy": "all"}, r"masking_strategy must be one of \['sft', 'rlhf', 'generic'\], got 'all'"),
-        ({"ref_log_prob_padding_side": "both"}, r"ref_log_prob_padding_side must be one of .* got 'both'"),
-        ({"proximal_policy": "old"}, r"proximal_policy must be one of \[None, 'recomputed', .*\], got 'old'"),
-        ({"reference": "model"}, r"reference must be one of \['key', 'adapter'\], got 'model'"),
-        ({"correction": "tis"}, "correction='tis' is an importance weight, and the ratio of the coupled objective"),
-        ({"reduction": "max"}, r"reduction must be one of \[None, 'mean', 'none'\], got 'max'.$"),
-        ({"fixed_length": 3}, "fixed_length and .* go together, got fixed_length=3 and aggregation='token_mean'"),
-        ({"aggregation": "fixed_length"}, "fixed_length and .* go together, got fixed_length=None and aggregation="),
-        ({"aggregation": "fixed_length", "fixed_length": 0}, "fixed_length must be an integer of at least 1, or None"),
-        ({"gamma": 0.99}, "gamma must be None, got 0.99: .* Discount rewards before the advantage"),
-        *(
-            ({"clip_value": wrong}, f"clip_value must be None or False, got {wrong}: .* clip_epsilon is")
-            for wrong in (True, 0.2)
-        ),
-        ({"samples_mc_entropy": 0}, "samples_mc_entropy must be an integer of at least 1, got 0.$"),
-        *(
-            ({"clip_epsilon": wrong}, "clip_epsilon .*must be a .*number.*, got ")
-            for wrong in (1.1, -0.1, (1.1, 0.2), (0.2, -0.1), (0.2,), (0.1, 0.2, 0.3), float("nan"))
-        ),
-    ],
-)
-def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        GRPOLoss(ACTOR, **arguments)
+NAN = float("nan")
+WRONG: dict[str, list[Any]] = {
+    "kl_clamp": [0],
+    "kl_mask_threshold": [0],
+    "kl_to_ref_coeff": [-1],
+    "kl_to_inference_coeff": [NAN],
+    "kl_estimator": ["k4", "k1"],  # k1 as a plain loss has an expected gradient of 0 on policy
+    "dual_clip": [1.0],
+    "router_loss": [3, MoERouterLoss(SimpleNamespace(score=None), top_k=2)],  # of another actor
+    "aggregation": ["mean"],
+    "reduction": ["sum", "max"],
+    "masking_strategy": ["all"],
+    "ref_log_prob_padding_side": ["both"],
+    "proximal_policy": ["old"],
+    "reference": ["model"],
+    "correction": ["tis"],  # an importance weight, without a proximal policy
+    "fixed_length": [3],
+    "gamma": [0.99],
+    "clip_value": [True, 0.2],
+    "samples_mc_entropy": [0],
+    "clip_epsilon": [1.1, -0.1, (1.1, 0.2), (0.2, -0.1), (0.2,), (0.1, 0.2, 0.3), NAN],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_refused_by_its_name(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=f"^{name}"):
+            GRPOLoss(ACTOR, **{name: value})
+    for length in (None, 0):
+        with pytest.raises(ValueError, match=r"^fixed_length"):
+            GRPOLoss(ACTOR, aggregation="fixed_length", fixed_length=length)
+
+
+OF_OTHERS: dict[type, dict[str, list[Any]]] = {
+    DAPO: {"gamma": [1]},
+    GSPOLoss: {"level": ["word"]},
+    DPPOLoss: {"divergence": ["js"], "max_ratio": [0.5]},
+    SAPOLoss: {"temperatures": [(1.0, 0.0), (1.0,), (-1.0, 1.0), (NAN, 1.0)]},
+    MoERouterLoss: {"top_k": [0], "z_coeff": [-1.0], "load_balancing_coeff": [NAN], "scoring": ["linear"]},
+    MismatchMetrics: {"masking_strategy": ["all"], "tau": [1.0], "max_age": [0], "sample_size": [0]},
+    Thresholds: {"tis": [-1.0], "k3": [NAN], "mis": [(0.5, 2.0)], "icepop": [5.0], "geo": [(1.1, 0.9)]},
+    RLOOAdvantage: {"group_size": [1]},
+    DrGRPOAdvantage: {"group_size": [0]},
+    ReinforcePlusPlusAdvantage: {"batch_size": [1], "group_size": [3]},
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OF_OTHERS.items() for name in names])
+def test_a_wrong_argument_of_another_class_is_refused_by_its_name(kind: type, name: str) -> None:
+    for value in OF_OTHERS[kind][name]:
+        with pytest.raises(ValueError, match=name):
+            kind(**{**BUILT[kind], name: value})
 
 
 @pytest.mark.parametrize("kind", [CISPOLoss, DPPOLoss, SAPOLoss])

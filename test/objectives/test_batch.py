@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from support.rollouts import PAD, dense, ragged, sample, samples
-from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenBatch, TokenReader
+from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenReader
 
 FULL = ("tokens", "full")
 PROMPT, ATTENTION, ASSISTANT = ("tokens", "prompt"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -86,65 +86,11 @@ def test_short_reference_rows_are_filled_on_the_side_given() -> None:
     assert not values.requires_grad
 
 
-def test_totals() -> None:
-    td = ragged(ROLLOUTS)
-    assert reader(td).total("n") is None
-    td["n"] = torch.full((2,), 7)
-    total = reader(td).total("n")
-    assert total.item() == 7
-    stacked = TensorDict({FULL: torch.zeros(2, 3).long(), "n": torch.full((2, 1), 2.5)}, batch_size=[2])
-    total = reader(stacked).total("n")
-    assert total.item() == 2.5
-
-
-@pytest.mark.parametrize("value", [[1, 2], [-1, -1], [float("nan")] * 2])
-def test_wrong_totals_are_refused(value: list[float]) -> None:
-    td = ragged(ROLLOUTS)
-    td["n"] = torch.tensor(value)
-    with pytest.raises(ValueError, match=r"^'n' must be a tensor of one finite number, 0 or more .* sample, got tens"):
-        reader(td).total("n")
-
-
-def test_a_total_that_is_no_tensor_is_refused() -> None:
-    td = TensorDict({FULL: torch.zeros(2, 3).long(), "n": "many"}, batch_size=[2])
-    with pytest.raises(ValueError, match=r"^'n' must be a tensor of one finite number, .* got NonTensorData"):
-        reader(td).total("n")
-
-
-def test_a_batch_moves_to_a_device() -> None:
-    values = {field.name: torch.ones(1, 2) for field in fields(TokenBatch)}
-    moved = TokenBatch(**{**values, "ref_log_probs": None}).to(torch.device("meta"))  # type: ignore[arg-type]
-    assert {name for name in values if getattr(moved, name) is None} == {"ref_log_probs"}
-    assert all(getattr(moved, name).is_meta for name in values if name != "ref_log_probs")
-
-
 @pytest.mark.parametrize("batch_size", [[], [0], [2, 1]])
 def test_a_wrong_batch_size_is_refused(batch_size: list[int]) -> None:
     td = TensorDict({FULL: torch.zeros(*batch_size, 3).long()}, batch_size=batch_size)
     with pytest.raises(ValueError, match=rf"\[B\] with B >= 1, got {re.escape(str(batch_size))}: use td.reshape"):
         TokenReader(td, FULL)
-
-
-@pytest.mark.parametrize(
-    ("key", "masking", "told"),
-    [
-        (FULL, None, "the token ids of prompt and response"),
-        (LOG_PROBS, None, "the log-probs of the policy that generated"),
-        (REF, None, "the ref log-probs"),
-        ("advantage", None, "the advantages"),
-        (PROMPT, "sft", "the prompt's token ids .*'rlhf' uses the assistant mask instead"),
-        (ATTENTION, "sft", r"the attention mask \(masking_strategy='sft'\)"),
-        (ATTENTION, "generic", r"the attention mask \(masking_strategy='generic'\)"),
-        (ASSISTANT, "rlhf", r"the mask of all assistant tokens \(masking_strategy='rlhf'\)"),
-    ],
-)
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_missing_key_is_named(key: Any, masking: Masking | None, told: str, padded: bool) -> None:
-    td = dense(ROLLOUTS) if padded else ragged(ROLLOUTS)
-    del td[key]
-    told = rf"find {told}.*: the tensordict has no {re.escape(repr(key))}\. It has .* by set_keys\(\)"
-    with pytest.raises(ValueError, match=told):
-        read_all(td, masking)
 
 
 def read_all(td: TensorDictBase, masking: Masking | None = None) -> None:
@@ -230,28 +176,6 @@ PLAIN = LossInputs(
 )
 EVERYTHING = replace(PLAIN, masking="sft", reference=True, proximal=True, staleness=True)
 LONGER = samples([(2, 3), (1, 2)])
-
-
-def test_only_what_is_asked_for_is_read() -> None:
-    names = LossKeys()
-    assert PLAIN.keys(names) == [names.action, names.sample_log_prob, names.advantage, names.assistant_mask]
-    own = [names.action, names.sample_log_prob, names.advantage, names.attention_mask, names.prompt]
-    more = [names.ref_log_probs, names.prox_log_prob, names.policy_versions, names.current_version]
-    assert EVERYTHING.keys(names) == own + more
-    renamed = LossKeys(prox_log_prob=("log_probs", "old"))
-    assert ("log_probs", "old") in EVERYTHING.keys(renamed)
-    td = ragged(LONGER).exclude("prox_log_prob", "policy_versions", "current_version", ("next", "ref_log_probs"))
-    batch = PLAIN.read(td, LossKeys(), None)
-    optional = (batch.ref_log_probs, batch.prox_log_probs, batch.staleness, batch.num_valid_tokens, batch.sum_weights)
-    assert optional == (None,) * 5
-
-
-def test_both_layouts_give_the_same_tokens() -> None:
-    one, other = (EVERYTHING.read(td, LossKeys(), None) for td in (ragged(LONGER), dense(LONGER, 1, 2)))
-    for name in ("tokens", "sample_log_probs", "ref_log_probs", "prox_log_probs", "staleness", "advantage"):
-        values, others = getattr(one, name)[one.mask], getattr(other, name)[other.mask]
-        torch.testing.assert_close(values, others, rtol=0, atol=0)
-    assert one.mask.sum() == 5
 
 
 @pytest.mark.parametrize("wrong", [[0.0, -torch.inf, 0.0], [0.5, 1.0, 1.0], [-1, 0, 1], [1.0, torch.nan, 1.0]])

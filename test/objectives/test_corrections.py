@@ -159,21 +159,6 @@ def test_combinations_without_a_meaning_are_refused(names: Any, proximal: Any, t
         Corrections(names, proximal=proximal)
 
 
-@pytest.mark.parametrize(
-    ("cuts", "told"),
-    [
-        ({"tis": -1.0}, "threshold tis must be a number of at least 0, got -1.0"),
-        ({"k3": math.nan}, "threshold k3 must be a number of at least 0, got nan"),
-        ({"mis": (0.5, 2.0)}, r"threshold mis must be a number of at least 0, got \(0.5, 2.0\)"),
-        ({"icepop": 5.0}, r"threshold icepop must be \(low, high\), got 5.0"),
-        ({"geo": (1.1, 0.9)}, r"threshold geo must be \(low, high\) with 0 <= low < high, got \(1.1, 0.9\)"),
-    ],
-)
-def test_wrong_thresholds_are_refused(cuts: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Thresholds(**cuts)
-
-
 def ratios(proximal: Proximal | None, trained: Any = None, prox: Any = None) -> PolicyRatios:
     """Of the batch worked out by hand, with log-probs of the second token replaced."""
     td, actor = by_hand()
@@ -192,38 +177,6 @@ def ratios(proximal: Proximal | None, trained: Any = None, prox: Any = None) -> 
         ref_fill=math.nan,
     )
     return policy_ratios(log_probs, inputs.read(td, LossKeys(), None), proximal)
-
-
-def of(values: Tensor) -> list[float]:
-    """The three tokens that count, not as logarithms."""
-    return values.exp()[torch.tensor([[False, True, True], [False, False, True]])].tolist()
-
-
-def test_coupled() -> None:
-    got = ratios(None)
-    assert of(got.log_probs) == pytest.approx([0.6, 0.4, 0.2])
-    assert of(got.old_log_probs) == pytest.approx([0.4, 0.4, 0.4])
-    for log_ratio in (got.log_ratio, got.sample_log_ratio, got.log_rho):
-        assert of(log_ratio) == pytest.approx([1.5, 1, 0.5])
-    assert got.log_ratio.requires_grad
-    assert not got.log_rho.requires_grad
-
-
-def test_recomputed() -> None:
-    got = ratios("recomputed")
-    assert of(got.old_log_probs) == pytest.approx([0.8, 0.4, 0.2])
-    assert of(got.log_ratio) == pytest.approx([0.75, 1, 1])
-    assert of(got.sample_log_ratio) == pytest.approx([1.5, 1, 0.5])
-    assert of(got.log_rho) == pytest.approx([2, 1, 0.5])
-
-
-def test_interpolated() -> None:
-    """Sampled 2, 1 and 4 updates ago: r is the d-th root of π/μ, and ρ the rest of it."""
-    got = ratios("interpolated")
-    assert of(got.log_ratio) == pytest.approx([1.5**0.5, 1, 0.5**0.25])
-    assert of(got.log_rho) == pytest.approx([1.5**0.5, 1, 0.5**0.75])
-    assert got.log_ratio.requires_grad
-    assert not got.log_rho.requires_grad
 
 
 def test_what_is_not_known() -> None:

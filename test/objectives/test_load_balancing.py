@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from torchrl_moe.objectives import load_balancing as balance
@@ -118,49 +116,6 @@ def test_values_and_gradients_are_those_of_naive_code(scoring: Any, per_sequence
         ((one,), (other,)) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (got, wanted))
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
         assert one.abs().max() > 1e-3
-
-
-def test_what_is_not_finite_reaches_no_gradient() -> None:
-    logits, mask = random(1, 2, 4, 3, 6)
-    logits[:, :, 0] = NAN
-    logits[0, 1, 2, 3] = INF
-    logits.requires_grad_()
-    rows = balance.known_rows(logits, mask)
-    (balance.load_balancing_loss(logits, rows, 2) + balance.z_loss(logits, rows)).backward()
-    assert logits.grad.isfinite().all()
-    assert not logits.grad[~rows].any()
-    assert logits.grad[rows].abs().max() > 0
-    nothing = rows & False
-    losses = [balance.load_balancing_loss(logits, nothing, 2, per_sequence=each) for each in (False, True)]
-    assert [loss.item() for loss in (*losses, balance.z_loss(logits, nothing))] == [0, 0, 0]
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 10_000), st.booleans(), st.integers(0, 2), st.integers(0, 2))
-def test_pads_order_and_split_change_nothing(seed: int, per_sequence: bool, left: int, right: int) -> None:
-    logits, mask = random(seed, 5, 4, 2, 6)
-    mask[:, 0] = True
-
-    def losses(at: Any, **totals: Any) -> Tensor:
-        part, keep = logits[at], mask[at]
-        padded = torch.nn.functional.pad(part, (0, 0, 0, 0, left, right), value=NAN)
-        rows = balance.known_rows(padded, torch.nn.functional.pad(keep, (left, right)))
-        even = balance.load_balancing_loss(
-            padded, rows, 2, per_sequence=per_sequence, share=totals.get("share"), num_rows=totals.get("divisor")
-        )
-        return torch.stack([even, balance.z_loss(padded, rows, totals.get("rows"))])
-
-    rows = balance.known_rows(logits, mask)
-    plain = torch.stack(
-        [balance.load_balancing_loss(logits, rows, 2, per_sequence=per_sequence), balance.z_loss(logits, rows)]
-    )
-    torch.testing.assert_close(losses(slice(None)), plain, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(losses(torch.randperm(5)), plain, rtol=1e-6, atol=1e-6)
-    share = None if per_sequence else balance.load_share(balance.choice_counts(logits, rows, 2).sum(0))
-    divisor = torch.full((2,), 5) if per_sequence else rows.sum((0, 1))
-    totals = {"share": share, "rows": rows.sum((0, 1)), "divisor": divisor}
-    parts = sum(losses(at, **totals) for at in (slice(0, 2), slice(2, 5)))
-    torch.testing.assert_close(parts, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:

@@ -103,14 +103,6 @@ def test_a_manifest_under_another_number_is_refused(writer: WeightStoreWriter, t
         WeightStoreReader(tmp_path).manifest(9)
 
 
-def test_the_newest_version_is_known(writer: WeightStoreWriter, tmp_path: Path) -> None:
-    reader = WeightStoreReader(tmp_path)
-    assert reader.newest() is None
-    for version in (1, 2, 5):
-        writer.publish(tensors().items(), version)
-        assert reader.newest() == version
-
-
 def test_flat_bytes_are_those_of_a_whole_version(tmp_path: Path) -> None:
     manifest = WeightStoreWriter(tmp_path).publish(tensors(2).items(), 1)
     with WeightStoreReader(tmp_path).flat(manifest) as (whole, flat):

@@ -215,7 +215,7 @@ def test_distances_of_more_than_sixteen_bits_are_bridged(tmp_path: Path) -> None
         assert _at(tmp_path, version)[0][1].equal(tensor)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 1 << 32), st.lists(st.floats(0, 1), min_size=2, max_size=8))
 def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float]) -> None:
     """Whichever elements of whichever dtypes change, all versions that are kept, and the last, are what was sent."""
@@ -259,17 +259,6 @@ def test_a_chain_of_patches_ends_before_it_is_as_long_as_the_whole(tmp_path: Pat
     assert [version for version, whole in enumerate(bases, start=1) if whole] == [1, 8, 15]
     assert files(tmp_path) == ["v14", "v15", *(f"(v{version})" for version in (10, 11, 12, 13, 8, 9))]
     assert _at(tmp_path, 14)[0][1].equal(torch.where(torch.arange(1000) < 240, _at(tmp_path, 14)[0][1], 0.0))
-
-
-def test_fifty_small_versions_and_then_a_late_reader(tmp_path: Path) -> None:
-    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(100_000)
-    for version in range(1, 51):
-        tensor = tensor.clone()
-        tensor[version] = version
-        writer.publish([("a", tensor)], version)
-    whole = [path for path in tmp_path.glob("*v*") if path.stat().st_size > 100_000]
-    assert [path.name for path in whole] == ["bytes-of-v34.safetensors"]  # 32 patches after the first
-    assert _at(tmp_path, 50)[0][1].equal(tensor)
 
 
 def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
@@ -447,7 +436,7 @@ def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_p
         return count
 
     looks = [in_thread(look) for _ in range(2)]
-    for version in range(2, 150):
+    for version in range(2, 80):
         writer.publish(tensors(a=version // 2, b=version).items(), version)
     stop.set()
     assert sum(one.result(60.0) for one in looks) > 0
@@ -564,12 +553,3 @@ def test_an_older_version_comes_back_under_a_new_number_without_its_bytes(tmp_pa
     for version in (7, 8, 9):
         writer.publish(tensors(a=version, b=version).items(), version)
     assert files(tmp_path) == ["v7", "v8", "v9"]
-
-
-def test_tensors_lie_without_gaps_and_aligned(tmp_path: Path) -> None:
-    """Tensors of one dtype lie as they came; beside a wider one, those of odd sizes come last."""
-    odd = [(f"{i}", torch.ones(3, dtype=torch.float32)) for i in range(3)]
-    writer = WeightStoreWriter(tmp_path)
-    assert [entry.offset for entry in writer.publish(odd, 1).entries] == [0, 12, 24]
-    wide = [*odd, ("wide", torch.ones(2, dtype=torch.int64)), ("even", torch.ones(2))]
-    assert [entry.offset for entry in writer.publish(wide, 2).entries] == [24, 36, 48, 0, 16]

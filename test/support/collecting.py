@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torchrl.envs import EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory
 
+from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
@@ -85,3 +87,19 @@ def plain(row: TensorDictBase) -> dict[Any, Any]:
     for key, value in row.items(include_nested=True, leaves_only=True):
         found[key] = repr(value.tolist() if isinstance(value, torch.Tensor) else value)
     return found
+
+
+@contextmanager
+def collectors_over(engine: Any) -> Iterator[Callable[..., AsyncLLMCollector]]:
+    """A function that makes collectors of groups of 2 over questions, of this engine unless it is given a policy."""
+    with ExitStack() as stack:
+
+        def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
+            if "policy" not in kwargs:
+                kwargs["policy"] = policy_of(engine() if callable(engine) else engine)
+            kwargs = {"dataloader": Questions(), "group_size": 2, **kwargs}
+            collector = AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs)
+            stack.callback(collector.shutdown)
+            return collector
+
+        yield make

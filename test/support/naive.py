@@ -22,6 +22,8 @@ class Answer:
     pi: list[Tensor]  # log-probs
     mu: list[Tensor]
     prox: list[Tensor]
+    ref: list[Tensor]
+    entropy: list[Tensor]
     age: list[int]
     advantage: list[float]
 
@@ -31,11 +33,14 @@ def answers(actor: BigramActor, rollouts: Sequence[TensorDict]) -> list[Answer]:
     for rollout in rollouts:
         ids, prompt = rollout["tokens", "full"].tolist(), len(rollout["tokens", "prompt"])
         places, given = range(prompt, len(ids)), rollout["advantage"][:, 0].tolist()
+        rows = [actor.logits[ids[t - 1]].log_softmax(-1) for t in places]
         out.append(
             Answer(
-                pi=[actor.logits[ids[t - 1]].log_softmax(-1)[ids[t]] for t in places],
+                pi=[row[ids[t]] for row, t in zip(rows, places, strict=True)],
                 mu=[rollout["log_probs", "full"][t] for t in places],
                 prox=[rollout["prox_log_prob"][t] for t in places],
+                ref=[rollout["next", "ref_log_probs", "full"][t] for t in places],
+                entropy=[-(row.exp() * row).sum() for row in rows],
                 age=[CURRENT_VERSION - int(rollout["policy_versions", "full"][t]) for t in places],
                 advantage=[given[0 if len(given) == 1 else t] for t in places],
             )
@@ -56,6 +61,11 @@ def prompt_mean(losses: Sequence[Sequence[Tensor]]) -> Tensor:
     return sum(sum(row) / len(row) for row in losses) / len(losses)  # type: ignore[return-value]
 
 
+def fixed_length(losses: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Of 5 tokens."""
+    return sum(sum(row) for row in losses) / (5 * len(losses))  # type: ignore[return-value]
+
+
 def check_against(
     build: Callable[[BigramActor], Any],
     loss_of: Callable[[Answer], Sequence[Tensor]],
@@ -63,7 +73,7 @@ def check_against(
     per_token_advantages: bool = False,
     seeds: Sequence[int] = (0, 1),
 ) -> None:
-    """Assert that the objective of a loss without entropy term, and its gradient, are those of the loops."""
+    """Assert that the objective of a loss and its gradient, are those of the loops."""
     for seed in seeds:
         rollouts, actor = samples(SHAPES, seed), BigramActor(seed)
         if per_token_advantages:

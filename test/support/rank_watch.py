@@ -80,3 +80,8 @@ def _whole_gradient(weight: Tensor) -> Tensor:
 
 def syncs_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / SYNCS).read_text().splitlines()]
+
+
+def by_ids(completion_ids: list[int]) -> float:
+    """A reward that differs from answer to answer of a model that has learned nothing."""
+    return float(sum(completion_ids) % 7)

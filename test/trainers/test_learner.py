@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -117,8 +118,19 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], grad, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("target", ["", "attention", "experts", "all"])
-@pytest.mark.parametrize("replay", ["R3", "R2", "none"])
+@pytest.mark.parametrize(
+    ("target", "replay"),
+    [
+        ("all", "R3"),
+        ("", "R2"),
+        ("experts", "none"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.parity)
+            for pair in itertools.product(["", "attention", "experts", "all"], ["R3", "R2", "none"])
+            if pair not in (("all", "R3"), ("", "R2"), ("experts", "none"))
+        ),
+    ],
+)
 def test_parts_and_activation_checkpointing_change_no_gradient(target: str, replay: str) -> None:
     whole = gradients(learner_of(target, replay=replay))
     if target:
@@ -127,7 +139,7 @@ def test_parts_and_activation_checkpointing_change_no_gradient(target: str, repl
         assert_close(gradients(learner_of(target, checkpointing, replay, max_tokens=max_tokens)), whole)
 
 
-@pytest.mark.parametrize("target", ["attention", "experts", "all"])
+@pytest.mark.parametrize("target", ["experts", "all"])
 def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_whole(target: str) -> None:
     """``W + s B A``: ``dA = s Bᵀ dW`` and ``dB = s dW Aᵀ``, with dW of the model with the sum as its weights."""
     adapted = learner_of(target)
@@ -183,13 +195,6 @@ def test_layers_are_computed_again_in_the_backward_pass() -> None:
         return forward, count[0]
 
     assert calls(False) == (1, 1) and calls(True) == (1, 2)
-
-
-def test_recorded_experts_are_followed_when_layers_are_computed_again() -> None:
-    """Without replay the gradient is another."""
-    followed = gradients(learner_of(checkpointing=True))
-    live = gradients(learner_of(checkpointing=True, replay="none"))
-    assert max(float((followed[name] - live[name]).abs().max()) for name in followed) > 1e-3
 
 
 def test_weights_move_as_adamw_moves_them() -> None:
@@ -340,17 +345,6 @@ def gradient(max_tokens: int | None, batch: TensorDictBase, **loss: Any) -> tupl
     metrics = stepper_of(GRPOLoss(actor, **loss), max_tokens).accumulate(batch)
     assert actor.logits.grad is not None
     return actor.logits.grad, metrics, len(actor.calls)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
-@pytest.mark.parametrize(("max_tokens", "parts"), [(24, 2), (8, 6), (12, 4)])
-def test_parts_change_no_gradient(max_tokens: int, parts: int, aggregation: Any) -> None:
-    options = {"entropy_bonus": False, "aggregation": aggregation}
-    whole, metrics, calls = gradient(None, ragged(samples(SIX_SHAPES)), **options)
-    split, of_parts, more = gradient(max_tokens, ragged(samples(SIX_SHAPES)), **options)
-    assert (calls, more) == (1, parts)
-    torch.testing.assert_close(split, whole, atol=1e-12, rtol=0)
-    torch.testing.assert_close(of_parts["loss_objective"], metrics["loss_objective"], atol=1e-6, rtol=0)
 
 
 FAMILY = ("GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss")
@@ -795,8 +789,7 @@ def test_agreement_is_the_share_of_rows_that_the_live_router_chooses_too() -> No
     assert found["agreement"] == 1.0 and found["dlogp_live"] == pytest.approx(found["dlogp_mean"], abs=1e-5)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 14, 18])
-@pytest.mark.parametrize("replay", ["R3", "R2", "none"])
+@pytest.mark.parametrize(("replay", "max_tokens"), [("R3", 1), ("R2", 14), ("none", 18)])
 def test_parts_change_nothing(replay: str, max_tokens: int) -> None:
     def run(limit: int | None) -> tuple[dict[str, float], TensorDictBase]:
         actor = actor_of(replay)

@@ -81,10 +81,8 @@ def all_three(config: GRPOConfig) -> None:
 
 
 Change = Callable[[GRPOConfig], None]
-WAYS: Mapping[str, Change] = {
-    "FSDP2": in_parts, "FSDP2, all terms": all_terms, "FSDP2, R2": recorded, "FSDP2, kept": kept,
-    "FSDP2, adapter": adapted,
-}  # fmt: skip
+WAYS: Mapping[str, Change] = {"FSDP2": in_parts, "FSDP2, all terms": all_terms, "FSDP2, adapter": adapted}
+MORE: Mapping[str, Change] = {"FSDP2, R2": recorded, "FSDP2, kept": kept}
 PARALLEL: Mapping[str, Change] = {"EP": expert_parallel, "TP": tensor_parallel, "TP, EP": both}
 WIDE: Mapping[str, Change] = {"HSDP": replicated, "FSDP2, TP, EP": all_three}
 """On four ranks."""
@@ -136,7 +134,7 @@ def test_two_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> N
 
 @pytest.mark.parity
 def test_ranks_that_split_layers_or_experts_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
-    compare(folder, batch, possible(PARALLEL))
+    compare(folder, batch, {**MORE, **possible(PARALLEL)})
 
 
 @pytest.mark.parity
@@ -181,7 +179,7 @@ def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[s
     return {"share": sum(sizes.values()) / sum(all_sizes.values()), "seconds": seconds}
 
 
-@pytest.mark.parametrize(("change", "dtype"), [(in_parts, "float32"), (in_parts, "bfloat16"), (adapted, "float32")])
+@pytest.mark.parametrize(("change", "dtype"), [(in_parts, "bfloat16"), (adapted, "float32")])
 def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Path, change: Change, dtype: str) -> None:
     found = run_as_ranks(load_and_save, folder, tmp_path / "model", change, dtype)
     assert all(rank["share"] == pytest.approx(0.5, abs=0.02) for rank in found)

@@ -242,7 +242,7 @@ def batch_of(learner: Learner, answers: int, tokens: int) -> TensorDictBase:
     return lazy_stack(rows)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.parity), True])
 def test_the_plan_of_a_tiny_model_is_within_a_tenth_of_its_measured_peak(checkpointing: bool, one_thread: None) -> None:
     """An update of four micro-batches with replay, gradients and optimizer included."""
     config = GRPOConfig(steps=2)
@@ -283,7 +283,7 @@ def test_a_plan_is_plain_values(qwen: RunPlan) -> None:
 QWEN_NAME, OLMOE_NAME = "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0125"
 
 
-def test_qwen3_30b_a3b_by_hand() -> None:
+def test_the_sizes_of_qwen3_30b_a3b_by_hand() -> None:
     hidden, words, experts, inner = 2048, 151936, 128, 768
     attention = hidden * (32 * 128) * 2 + hidden * (4 * 128) * 2 + 2 * 128  # q and o, k and v, two norms of a head
     layer = attention + experts * 3 * hidden * inner + experts * hidden + 2 * hidden
@@ -297,7 +297,7 @@ def test_qwen3_30b_a3b_by_hand() -> None:
     assert sizes.kv == 48 * 2 * 4 * 128 and sizes.route_bytes == 48 * 8
 
 
-def test_olmoe_by_hand() -> None:
+def test_the_sizes_of_olmoe_by_hand() -> None:
     hidden, words, experts, inner = 2048, 50304, 64, 1024
     attention = 4 * hidden * hidden + 2 * hidden
     layer = attention + experts * 3 * hidden * inner + experts * hidden + 2 * hidden
@@ -316,7 +316,7 @@ def test_what_is_kept_is_of_equal_settings_only() -> None:
     assert ModelSizes.of(hf_config, ModelConfig(lora=lora)).adapter == sizes.adapter
     few = activation_bytes(hf_config, ModelConfig(), 1, 64, torch.float32)
     assert activation_bytes(hf_config, ModelConfig(activation_checkpointing=True), 1, 64, torch.float32) < few
-    hf_config.num_hidden_layers = 4
+    hf_config.num_hidden_layers = 2
     assert activation_bytes(hf_config, ModelConfig(), 1, 64, torch.float32) < few
 
 
@@ -376,8 +376,15 @@ def real_peak(hf_config: Any, model_config: ModelConfig, sequences: int, tokens:
     return peak_bytes(lambda: scoring(inputs, selection)[0].sum().backward())  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("family", "layers"), [("qwen3_moe", 5), ("deepseek_v3", 4), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("family", "layers", "checkpointing"),
+    [
+        ("qwen3_moe", 5, True),
+        ("mixtral", 3, False),
+        pytest.param("deepseek_v3", 4, False, marks=pytest.mark.parity),
+        pytest.param("deepseek_v3", 4, True, marks=pytest.mark.parity),
+    ],
+)
 def test_activations_are_within_a_tenth_of_a_real_pass(family: str, layers: int, checkpointing: bool) -> None:
     hf_config = make_tiny_moe(family, num_hidden_layers=layers).config
     model_config = ModelConfig(activation_checkpointing=checkpointing)

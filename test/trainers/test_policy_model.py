@@ -145,26 +145,12 @@ def test_weights_that_are_not_all_there_are_not_made_up(tmp_path: Path, name: st
         TransformersWrapper(str(tmp_path), tokenizer=tokenizer)
 
 
-def test_arguments_that_a_function_does_not_know() -> None:
-    with pytest.raises(ConfigError, match=r"tiny_and_tokenizer: .*unexpected keyword argument 'depth'"):
-        loaded(source=f"{__name__}:tiny_and_tokenizer", arguments={"depth": 3})
-
-
 def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a model that is given needs its tokenizer"):
         loaded(tiny())
     tiny().save_pretrained(tmp_path / "bare")
     with pytest.raises(ConfigError, match="bare: there is no tokenizer with the model"):
         loaded(source=str(tmp_path / "bare"))
-
-
-def test_a_folder_whose_loading_fails_without_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any, **__: Any) -> Any:
-        raise OSError
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", failing)
-    with pytest.raises(ConfigError, match="OSError"):
-        loaded(source=str(folder))
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
@@ -260,11 +246,6 @@ def test_a_model_whose_attention_has_other_names_is_refused() -> None:
     stacked = AutoModelForCausalLM.from_config(Phi3Config(num_attention_heads=2, pad_token_id=0, **small))
     names = loaded(stacked, ByteTokenizer(), lora=lora()).trained  # its qkv_proj is no v_proj
     assert {name.split(".")[-4] for name in names} == {"qkv_proj", "o_proj"}
-
-
-def test_latent_attention_is_adapted_as_a_whole() -> None:
-    names = loaded(make_tiny_moe("deepseek_v3"), ByteTokenizer(), lora=lora()).trained
-    assert {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= {name.split(".")[-4] for name in names}
 
 
 def test_a_model_with_an_adapter_gets_no_second_one() -> None:

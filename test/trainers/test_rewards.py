@@ -76,14 +76,6 @@ def test_keywords_get_all_the_rest() -> None:
     assert seen == expected
 
 
-def test_a_default_stays_where_the_data_has_no_such_column() -> None:
-    def judge(completion: str, answer: str = "?", scale: float = 3.0) -> float:
-        assert answer == "2"
-        return scale
-
-    assert reward(judge).total == 3.0
-
-
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("1+1=", "2 "), (CHAT, [{"role": "assistant", "content": "2 "}])], ids=["text", "chat"]
 )
@@ -337,11 +329,6 @@ def test_functions_and_weights_that_make_no_sense(functions: Any, weights: Any, 
         Rewards(functions, weights)
 
 
-def test_what_is_no_function() -> None:
-    with pytest.raises(TypeError, match=r"a reward function is a function or 'package\.module:function', got 3"):
-        Rewards([3])  # type: ignore[list-item]
-
-
 ROWS = [{"prompt": f"q{i}", "answer": i} for i in range(6)]
 TWO_MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q0", "name": None}]
 
@@ -387,12 +374,6 @@ def test_a_chat_is_asked_as_messages(engine: FakeAsyncVLLM, collector_of: Any, p
     expected = messages if prompt == "q0" else [{"role": "system", "content": "Be brief."}, *messages]
     rendered = TOKENIZER.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
     assert [asked(row) for row in batch.unbind(0)] == [rendered, rendered]
-
-
-def test_a_policy_that_reads_text_is_asked_with_it(engine: FakeAsyncVLLM, collector_of: Any) -> None:
-    episode = PromptEpisode("prompt", Rewards(by_answer), is_chat=False)
-    batch = next(iter(collector_of(engine, episode, ROWS[:1], input_mode="text")))
-    assert [asked(row) for row in batch.unbind(0)] == ["q0", "q0"]
 
 
 def test_messages_are_not_for_a_policy_that_reads_text(engine: FakeAsyncVLLM, collector_of: Any) -> None:

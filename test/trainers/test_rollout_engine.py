@@ -227,6 +227,17 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     assert no_start[-1][0] == ("some/folder",) and not (tmp_path / "other").exists()
 
 
+def test_an_engine_of_a_run_that_resumes_draws_from_another_seed(
+    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = []
+    for saved in (0, 3, 4):
+        monkeypatch.setattr(rollout_engine, "steps_saved", lambda _, saved=saved: saved)
+        RolloutEngine(policy_model, GRPOConfig(seed=5, resume=saved > 0), tmp_path).shutdown()
+        seeds.append(no_start[-1][1]["seed"])
+    assert len(set(seeds)) == 3
+
+
 def test_another_engine_is_started_without_what_only_vllm_knows(
     policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]
 ) -> None:

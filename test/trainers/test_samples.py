@@ -3,69 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensordict import TensorDict, lazy_stack
 
-from support.training import fake_config, fake_fleet, fake_model
+from support.training import fake_config, fake_model
 from torchrl_moe.testing import ByteTokenizer
-from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.trainers import samples
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
+from torchrl_moe.trainers.config import ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine
-from torchrl_moe.trainers.samples import Evaluation, Given, RolloutSource, SignalFilter, make_collector
+from torchrl_moe.trainers.samples import Evaluation, SignalFilter
 from torchrl_moe.weight_update.report import SyncReport
-
-
-@pytest.fixture
-def fleet() -> Iterator[FakeFleet]:
-    with fake_fleet() as service:
-        yield service
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> GRPOConfig:
-    return fake_config(tmp_path / "run", 30)
-
-
-@pytest.mark.parametrize(("asked", "failures"), [(None, 6), (3, 3), (0, 0)])
-def test_a_collector_as_the_configuration_says(
-    config: GRPOConfig,
-    fleet: FakeFleet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: int | None,
-    failures: int,
-) -> None:
-    made: dict[str, Any] = {}
-    collector_of = samples.AsyncLLMCollector
-
-    def make(env: Any, **arguments: Any) -> Any:
-        made.update(arguments)
-        return collector_of(env, **arguments)
-
-    monkeypatch.setattr(samples, "AsyncLLMCollector", make)
-    rollout = config.rollout
-    rollout.max_failures, rollout.max_staleness, rollout.window = asked, 3, 0.5
-    policy_model = PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
-    given = Given(dataset=[{"prompt": "1+1="}], rewards=lambda completion: 1.0)
-    source = RolloutSource.of(config, policy_model.tokenizer, given)
-    engine = RolloutEngine(policy_model, config, tmp_path / "run", fleet)
-    collector = make_collector(config, source, engine.policy)
-    engine.sender.register_collector(collector)
-    assert (made["group_size"], made["groups_per_batch"], made["max_staleness"], made["window"]) == (2, 2, 3, 0.5)
-    assert made["max_failures"] == failures and made["group_filter"] is None
-    before = collector.policy_version
-    engine.sync()
-    assert collector.policy_version == before + 1
-    collector.shutdown()
-    rollout.order = "sideways"
-    with pytest.raises(ConfigError, match="rollout: order must be"):
-        make_collector(config, source, engine.policy)
-    engine.shutdown()
 
 
 def test_another_rank_sends_its_part_of_the_weights_and_has_no_engine(tmp_path: Path) -> None:

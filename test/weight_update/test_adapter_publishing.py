@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from support.weights import Connect, always, weights
+from support.weights import Connect, Fleet, always, weights
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.store import WeightStoreReader
@@ -20,10 +19,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import AdapterPublisher, Published
-from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.source import adapter_files
-
-Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))

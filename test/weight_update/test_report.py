@@ -72,10 +72,6 @@ def test_the_figure_has_a_bar_for_each_phase() -> None:
     assert len(report(GOOD, BAD).figure().axes[0].patches) == 6
 
 
-def test_a_replica_is_told_when_it_was_asked() -> None:
-    assert (GOOD.asked(0.75).asked_at, GOOD.asked(0.75).paused) == (0.75, GOOD.paused)
-
-
 def test_in_a_notebook_it_is_a_table_of_some_replicas_failures_first() -> None:
     nasty = replace(BAD, replica=40, error="<script>alert(1)</script>\n" + "x" * 1000)
     html = report(*(replace(GOOD, replica=index) for index in range(40)), nasty)._repr_html_()

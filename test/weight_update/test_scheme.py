@@ -22,7 +22,6 @@ from support.weights import value_in, weights
 from torchrl_moe.store.folder import WriterLock, is_in_memory
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
-from torchrl_moe.weight_update.options import StoreOptions
 from torchrl_moe.weight_update.scheme import _remove_orphans
 from torchrl_moe.weight_update.sender import SenderTransport
 
@@ -163,6 +162,7 @@ def test_a_scheme_that_is_forgotten_leaves_no_memory_behind() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.soak
 def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
     script = (
         "from torchrl_moe.weight_update import VLLMWeightSyncScheme as S; s = S(); print(s.folder, s.folder.is_dir())"
@@ -198,13 +198,6 @@ def test_a_refused_scheme_leaves_no_folder_behind() -> None:
     with pytest.raises(ValueError, match="keep_versions must be an integer of at least 2"):
         VLLMWeightSyncScheme(keep_versions=1)
     assert set(memory.glob("torchrl_moe-weights-*")) == before
-
-
-def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
-    store = {"delta": True, "fsync": True, "keep_versions": 4}
-    options = VLLMWeightSyncScheme(folder=tmp_path, **store, rolling=2, prefetch=3).options  # type: ignore[arg-type]
-    assert options.store == StoreOptions(folder=tmp_path, seen_as=tmp_path, **store)  # type: ignore[arg-type]
-    assert (options.staging.threads, options.swapping.rolling) == (3, 2)
 
 
 def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_an_engine_computes_with_each_adapter_what_peft_does(engine: AsyncVLLM, 
     reference, model = tune(shelf)
     sender = connect(engine, model)
     before = engine.replica_table[0].version
-    for step in range(1, 4):
+    for step in range(1, 3):
         train(model)
         assert reference.distance(ask(engine)) > 100 * TOLERANCE  # the change is one that shows
         report = sender.update_weights()
@@ -168,9 +168,3 @@ def test_a_request_that_began_with_an_adapter_is_exact_when_merged_weights_come(
         assert off[versions != version].max() > 100 * TOLERANCE
     merged.shutdown()
     shelf.clear()  # it takes no adapters any more
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_an_engine_without_lora_is_told_what_to_start_with(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    with pytest.raises(ValueError, match="pass enable_lora=True and max_lora_rank="):
-        connect(engine, tune(shelf)[1])

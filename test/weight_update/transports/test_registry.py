@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 from torchrl_moe.errors import EngineError, ManifestMismatch
-from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.store import Manifest, WeightStoreWriter
+from torchrl_moe.store import WeightStoreWriter
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.transports.base import StageOptions, asked, rank_of, workers_of
+from torchrl_moe.weight_update.transports.base import StageOptions, rank_of
 from torchrl_moe.weight_update.transports.gloo import BUFFER_BYTES, GlooGroup, GlooReceiver, GlooTransport, MeetingPlace
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
 
@@ -23,12 +21,6 @@ def test_memmap_has_the_folder_as_the_engines_see_it(tmp_path: Path) -> None:
     transport = open_transport("memmap", tmp_path / "a", tmp_path / "b")
     assert isinstance(transport, MemmapTransport) and transport.folder == tmp_path / "b"
     assert isinstance(open_receiver("memmap", {"folder": str(tmp_path)}), MemmapReceiver)
-
-
-def test_adapters_lie_in_the_same_folder_and_replicas_learn_what_they_are(tmp_path: Path) -> None:
-    replica = FakeWeightReplica()
-    open_transport("adapter", tmp_path).open(replica, 5.0)
-    assert (replica.reader, replica._adapters) == (None, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +60,6 @@ def test_a_worker_joins_the_trainers_group_under_its_rank(place: MeetingPlace) -
     receiver.close()
 
 
-def test_a_version_is_verified_in_one_thread_by_default() -> None:
-    assert StageOptions() == StageOptions(verify="digest", threads=1)
-
-
 @pytest.mark.parametrize(
     ("replica", "per_replica", "worker", "offset", "rank"),
     [(0, 1, 0, 1, 1), (0, 4, 3, 1, 4), (1, 2, 1, 5, 8), (3, 6, 5, 1, 24)],
@@ -81,24 +69,6 @@ def test_ranks_count_the_workers_behind_the_offset(
 ) -> None:
     config = SimpleNamespace(data_parallel_index=replica, world_size=per_replica, rank=worker)
     assert rank_of(config, offset) == rank
-
-
-def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
-    info = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4)
-    assert workers_of(info) == 24
-
-
-def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:
-    manifest, told = Manifest(version=3, base=None, entries=()), []
-
-    def call(*what: Any) -> str:
-        told.append((*what, threading.current_thread().name))
-        return "prepared"
-
-    replica: Any = SimpleNamespace(call=call)
-    with asked(replica, manifest, StageOptions(threads=2), 9.0) as answer:
-        assert answer.result(20.0) == "prepared"
-    assert told == [(Engine.stage_weights, 9.0, 3, "digest", 2, manifest.to_json(), "weight-stage_0")]
 
 
 def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path: Path) -> None:

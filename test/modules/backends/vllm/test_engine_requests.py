@@ -1,6 +1,6 @@
 """Requests across weight swaps, over an engine made by hand: each of its tokens says which weights made it, and where.
 
-What only the real engine can show is in ``test/weight_update/test_weights_in_flight.py``.
+What only the real engine can show is in ``test/weight_update/test_weights_on_vllm.py``.
 """
 
 from __future__ import annotations

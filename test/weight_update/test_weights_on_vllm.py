@@ -1,30 +1,186 @@
-"""Requests across a weight swap, over the real engine."""
+"""Weights on the real engine: each way to send them is exact, and so is every token of a request across a swap."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchrl.collectors.llm.weight_update.vllm_v2 import vLLMUpdaterV2
+from transformers import AutoModelForCausalLM
 
+from support.engines import EngineShelf
 from support.processes import ids_request
-from support.reference import TOLERANCE
+from support.reference import TOLERANCE, Reference
 from support.versions import Versions, ask, let_run, random_ids
 from support.waiting import until
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request, Scoring
 from torchrl_moe.modules.serving.requests import ONE_TOKEN
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+
+# -- each way to send them --------------------------------------------------------------------------------------------
+PROMPTS = [[72, 101, 108], list(range(40, 90)), [200, 3, 3, 199] * 6]
+WAYS: dict[str, dict[str, Any]] = {
+    "canary": {"verify": "canary", "kv": "recompute"},
+    "delta of a directory, drain": {"delta": True, "mode": "drain"},
+    "gloo, abort": {"transport": "gloo", "mode": "abort_resume", "prefetch": 2},
+    "nothing verified": {"verify": "off"},
+}
+
+
+def distance(engine: AsyncVLLM, reference: Reference) -> float:
+    """Between what the engine says of its answers and what the trainer's model does."""
+    params = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    return reference.distance(*engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False))
 
 
 @pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_what_the_trainer_does_however_it_is_sent(
+    engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path
+) -> None:
+    reference = Reference(shelf.folder("qwen3_moe"))
+    original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    for number, (way, choices) in enumerate(WAYS.items()):
+        folder = {"folder": tmp_path} if "delta" in choices else {}
+        sender = VLLMWeightSyncScheme(**choices, **folder, timeout_seconds=120.0).create_sender()
+        sender.register_model(reference.model)
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        for seed in (2 * number, 2 * number + 1):
+            reference.change(seed, only="" if seed % 2 else "layers.2")
+            assert distance(engine, reference) > 100 * TOLERANCE  # the change is one that shows
+            report = sender.update_weights()
+            assert report.failed == {}, way
+            assert distance(engine, reference) <= TOLERANCE, way
+            print(f"{way}: {report}")
+        if number == 3:
+            sender.update_weights(original)  # the model's own, stacked names
+            reference.model.load_state_dict(original)
+            assert distance(engine, reference) <= TOLERANCE
+        sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_what_a_model_with_adapters_does(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    peft = pytest.importorskip("peft")
+    reference = Reference(shelf.folder("qwen3_moe"))
+    original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    config = peft.LoraConfig(
+        r=4,
+        init_lora_weights=False,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.gate.weight"],
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(reference.model, config)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    assert distance(engine, reference) > 100 * TOLERANCE
+    sender.update_weights()
+    assert distance(engine, reference) <= TOLERANCE
+    sender.register_model(model.unload())
+    assert sender.update_weights(original).failed == {}
+    sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
+    engine: AsyncVLLM, shelf: EngineShelf
+) -> None:
+    """An expert overflows that the weight check does not reach; the cache's blocks then hold NaN."""
+    reference = Reference(shelf.folder("qwen3_moe"))
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(reference.model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    reached = reference(torch.tensor([0]))[1][2][0].tolist()
+    down = reference.model.model.layers[2].mlp.experts.down_proj
+    chosen = next(expert for expert in range(len(down)) if expert not in reached)
+    before = down.detach().clone()
+    prompts = [[token, *range(token)] for token in range(1, 31)]
+
+    def bad_log_probs() -> int:
+        done = engine.generate(prompts, {"max_tokens": 20, "logprobs": 0, "ignore_eos": True}, use_tqdm=False)
+        return sum(int((~np.isfinite(answer.outputs[0].logprobs)).sum()) for answer in done)
+
+    with torch.no_grad():
+        down[chosen].fill_(3e38)
+    assert sender.update_weights().failed == {}
+    counted = engine.stats()[0]["not_finite_logprobs"]
+    bad = bad_log_probs()
+    assert bad > 20
+    assert engine.stats()[0]["not_finite_logprobs"] - counted == bad
+    with torch.no_grad():
+        down.copy_(before)
+    assert (sender.update_weights().failed, bad_log_probs()) == ({}, 0)
+    assert distance(engine, reference) <= TOLERANCE
+    sender.shutdown()
+
+
+IDS = [72, 105, 44, 32, 119, 111]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_torchrls_updater_brings_weights_through_our_sender(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    updater = vLLMUpdaterV2(engine)
+    assert updater.get_tp_size() == 1
+    assert updater.model_metadata == engine.get_model_metadata()
+    with pytest.raises(RuntimeError, match="init_weight_update_group: no sender has this engine"):
+        updater.init()
+    model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    updater.init()
+
+    def log_probs() -> torch.Tensor:
+        with torch.no_grad():
+            rows = torch.log_softmax(model(torch.tensor([IDS])).logits[0].float(), -1)
+        return rows[torch.arange(len(IDS) - 1), torch.tensor(IDS[1:])]
+
+    version, old = engine.replica_table[0].version, log_probs()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+    updater.push_weights_from_transformers(SimpleNamespace(model=model))  # as a TorchRL wrapper holds it
+    assert engine.replica_table[0].version == version + 1
+    assert (log_probs() - old).abs().max() > 100 * TOLERANCE
+    assert (engine.score(IDS)[1:] - log_probs()).abs().max() <= TOLERANCE
+    with pytest.raises(ManifestMismatch, match="missing"):  # part of a model is never loaded
+        updater.push_weights(iter(list(before.items())[:3]))
+    updater.push_weights(iter(before.items()))
+    assert (engine.score(IDS)[1:] - old).abs().max() <= TOLERANCE
+    sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_engine_without_lora_is_told_what_to_start_with(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"))
+    sender = VLLMWeightSyncScheme(lora="adapter").create_sender()
+    sender.register_model(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])))
+    with pytest.raises(ValueError, match="pass enable_lora=True and max_lora_rank="):
+        sender.init_all_workers_group(None, vllm_engine=engine)
+
+
+# -- requests across a swap -------------------------------------------------------------------------------------------
+@pytest.mark.engine("qwen3_moe")
 def test_what_swaps_cut_continues_by_itself_and_every_token_is_exact(versions: Versions) -> None:
+    """Over the words that sampling kept, too, and answers of one request end by themselves."""
     (replica,) = versions.replicas
-    asked = [ask(f"one-{i}", random_ids(i, 12), max_tokens=300) for i in range(6)]
-    asked += [ask(f"three-{i}", random_ids(50 + i, 12), max_tokens=300, n=3) for i in range(4)]
+    kinds: list[dict[str, Any]] = [{"n": 3}, {"top_p": 0.9}, {"min_p": 0.03, "n": 2}]
+    asked = [ask(f"cut-{i}", random_ids(i, 12), max_tokens=300, **kind) for i, kind in enumerate(kinds)]
     guided = Request(
         request_id="guided",
         sampling_params={"max_tokens": 310, "logprobs": 0},
@@ -43,13 +199,14 @@ def test_what_swaps_cut_continues_by_itself_and_every_token_is_exact(versions: V
         versions.swap(manifest, "abort")
     done: list[Completion] = [future.result(60) for future in futures]
     seen = []
-    for completion, request in zip(done[:-2], asked, strict=True):
+    for completion, request, kind in zip(done[:-2], asked, kinds, strict=True):
         assert completion.request_id == request.request_id
-        assert [output.index for output in completion.outputs] == list(range(request.sampling_params.get("n", 1)))
+        assert [output.index for output in completion.outputs] == list(range(kind.get("n", 1)))
         for output in completion.outputs:
             assert (len(output.token_ids), output.finish_reason) == (300, "length")
             assert output.policy_versions.tolist() == sorted(output.policy_versions.tolist())
             seen.append(set(output.policy_versions.tolist()))
+            assert (output.kept is None) == ("n" in kind and "min_p" not in kind)
             versions.check(completion, output)
     # a machine that keeps this process waiting lets some answers end before a swap
     assert sum(had == {first, first + 1, first + 2} for had in seen) >= len(seen) // 2
@@ -60,25 +217,22 @@ def test_what_swaps_cut_continues_by_itself_and_every_token_is_exact(versions: V
 
 
 @pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("pause", ["abort", "keep"])
-def test_words_that_sampling_kept_are_those_of_the_version_that_sampled(versions: Versions, pause: str) -> None:
-    """Its tokens are exact over them, in both parts of an answer that continues, or whose cache is made again."""
+def test_words_that_sampling_kept_are_those_of_the_version_that_sampled(versions: Versions) -> None:
+    """Its tokens are exact over them, in both parts of an answer whose cache is made again."""
     (replica,) = versions.replicas
     before, manifest = versions.now, versions.prepare(51)
     assert versions.changed(before, manifest.version) > 100 * TOLERANCE
-    plain: dict[str, Any] = {}
-    kinds = [{"top_p": 0.9}, {"min_p": 0.03, "n": 2}, plain]
-    asked = [ask(f"w-{i}", random_ids(300 + i, 12), max_tokens=300, **kind) for i, kind in enumerate(kinds)]
+    kinds: list[dict[str, Any]] = [{"top_p": 0.9}, {"min_p": 0.03, "n": 2}]
+    asked = [ask(f"w-{i}", random_ids(300 + i, 12), max_tokens=200, **kind) for i, kind in enumerate(kinds)]
     futures = replica.submit(asked)
     until(lambda: fewest(replica, asked) >= 30)
-    versions.swap(manifest, pause, clear_cache=True)
-    for future, kind in zip(futures, kinds, strict=True):
+    versions.swap(manifest, "keep", clear_cache=True)
+    for future in futures:
         completion = future.result(60)
         for output in completion.outputs:
             assert set(output.policy_versions.tolist()) == {before, versions.now}
-            assert (output.kept is None) == (kind is plain)
             for version in (before, versions.now):
-                assert kind is plain or output.kept.sizes[output.policy_versions == version].any()
+                assert output.kept.sizes[output.policy_versions == version].any()
             versions.check(completion, output)
 
 
@@ -97,19 +251,19 @@ def test_after_a_hot_swap_no_first_token_comes_from_an_old_cache(versions: Versi
     assert {int(output.policy_versions[0]) for _, output in outputs} == {before, versions.now}
     late = [pair for pair in outputs if pair[1].policy_versions[0] == versions.now]
     assert len(late) >= 20
-    for completion, output in late[:: max(len(late) // 40, 1)]:
+    for completion, output in late[:: max(len(late) // 12, 1)]:
         versions.check(completion, output)
 
 
 @pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_what_a_hot_swap_froze_continues_and_is_exact_if_the_cache_was_dropped(
     versions: Versions, clear_cache: bool
 ) -> None:
     """Else the old weights' keys and values stay in its prefix: only what it had before the swap is exact."""
     (replica,) = versions.replicas
     before, manifest = versions.now, versions.prepare(41)
-    futures = replica.submit([ask(f"f-{i}", random_ids(i, 12), max_tokens=300, n=2) for i in range(8)])
+    futures = replica.submit([ask(f"f-{i}", random_ids(i, 12), max_tokens=300, n=2) for i in range(3)])
     let_run(replica, futures)
     versions.swap(manifest, "keep", clear_cache)
     for future in futures:
@@ -119,34 +273,36 @@ def test_what_a_hot_swap_froze_continues_and_is_exact_if_the_cache_was_dropped(
             versions.check(completion, output, only=None if clear_cache else before)
 
 
-SEGMENTS = 4
+SEGMENTS = 3
 
 
 @pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize(("pause", "clear_cache"), [("abort", False), ("keep", True)])
+@pytest.mark.parametrize(
+    ("pause", "clear_cache"), [("abort", False), pytest.param("keep", True, marks=pytest.mark.soak)]
+)
 def test_segments_are_exact_under_recorded_rows_and_far_off_where_they_are_routed_again(
     versions: Versions, pause: str, clear_cache: bool
 ) -> None:
-    """Weights change three times, by 2 %, under answers of which half are read again with live routing."""
+    """Weights change twice, by 2 %, under answers of which half are read again with live routing."""
     (replica,) = versions.replicas
     first = versions.now
-    asked = [ask(f"{how}-{i}", random_ids(200 + i, 24), on_resume=how, max_tokens=440) for i in range(2) for how in HOW]
+    asked = [ask(f"{how}-{i}", random_ids(200 + i, 24), on_resume=how, max_tokens=300) for i in range(2) for how in HOW]
     futures = replica.submit(asked)
     for i in range(1, SEGMENTS):
         manifest = versions.prepare(60 + i, scale=0.02)
         until(lambda: fewest(replica, asked) >= 40 * i)  # noqa: B023  it is over before the next round
         versions.swap(manifest, pause, clear_cache)
-    distances: dict[str, list[float]] = {"forced": [], "live": []}
+    live = []
     for request, future in zip(asked, futures, strict=True):
         completion = future.result(120)
         (output,) = completion.outputs
         assert set(output.policy_versions.tolist()) == set(range(first, first + SEGMENTS))
         assert output.resume == request.on_resume
-        distances[str(request.on_resume)].append(versions.distance(completion, output))
         if request.on_resume == "forced":
-            versions.check(completion, output)
-    assert max(distances["forced"]) <= TOLERANCE
-    assert max(distances["live"]) >= 100 * max(distances["forced"])
+            versions.check(completion, output)  # to TOLERANCE
+        else:
+            live.append(versions.distance(completion, output))
+    assert max(live) >= 100 * TOLERANCE
 
 
 HOW: tuple[OnResume, ...] = ("forced", "live")
@@ -197,12 +353,14 @@ def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
 
 
 @pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
-@pytest.mark.parametrize(("pause", "clear_cache"), [("abort", False), ("keep", False), ("keep", True)])
+@pytest.mark.parametrize(
+    ("pause", "clear_cache"), [("abort", False), ("keep", False), pytest.param("keep", True, marks=pytest.mark.soak)]
+)
 def test_a_sequence_is_scored_by_one_version_whatever_comes(versions: Versions, pause: str, clear_cache: bool) -> None:
     """While prompts are read in chunks, the weights change; and somebody asks what there is so far."""
     (replica,) = versions.replicas
     first, manifest = versions.now, versions.prepare(81)
-    sequences = [random_ids(400 + i, 500) for i in range(12)]
+    sequences = [random_ids(400 + i, 500) for i in range(6)]
     futures = replica.submit(
         [
             ids_request(f"score-{i}", ids, sampling_params=ONE_TOKEN, scoring=Scoring(temperature=0.8))
@@ -257,8 +415,8 @@ def test_the_first_step_of_new_weights_is_the_canarys_however_full_the_engine_is
     before, manifest = versions.now, versions.prepare(91)
     ids = list(range(40, 56))
     proof = {"token_ids": ids, "log_probs": versions.reference(torch.tensor(ids))[0][1:].tolist(), "tolerance": 1e-4}
-    running = [ask(f"r-{i}", random_ids(500 + i, 12), max_tokens=200) for i in range(8)]
-    queued = [ask(f"q-{i}", random_ids(600 + i, 30), max_tokens=3) for i in range(40)]
+    running = [ask(f"r-{i}", random_ids(500 + i, 12), max_tokens=100) for i in range(8)]
+    queued = [ask(f"q-{i}", random_ids(600 + i, 30), max_tokens=3) for i in range(20)]
     with watch_steps(engine) as steps:
         futures = replica.submit([*running, *queued])
         until(lambda: fewest(replica, running) >= 5)
@@ -270,6 +428,6 @@ def test_the_first_step_of_new_weights_is_the_canarys_however_full_the_engine_is
     since = [tokens for weights, tokens in steps if weights == norm]
     assert since[0] == len(ids)
     assert since[1] == (64 if clear_cache else 8)  # all that ran is read again, or continues
-    assert [len(completion.outputs[0].token_ids) for completion in done] == [200] * 8 + [3] * 40
-    for completion in done:
+    assert [len(completion.outputs[0].token_ids) for completion in done] == [100] * 8 + [3] * 20
+    for completion in [*done[:2], *done[-4:]]:
         versions.check(completion, completion.outputs[0], only=None if clear_cache else before)

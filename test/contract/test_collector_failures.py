@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,28 +13,25 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
-from support.collecting import TOKENIZER, chat, queries
-from support.waiting import in_thread
+from support.collecting import TOKENIZER, chat, collectors_over, queries
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.workflow import Ask
-from torchrl_moe.errors import CollectionStalledError
+from torchrl_moe.testing import FakeAsyncVLLM
 
 Collect = Callable[..., AsyncLLMCollector]
 BAD = "q1"
 
 
 @pytest.fixture
-def over() -> Iterator[threading.Event]:
-    """What hangs waits for it, at most until its test is over."""
-    event = threading.Event()
-    yield event
-    event.set()
+def collect() -> Iterator[Collect]:
+    """Makes collectors of groups of 2 over questions."""
+    with FakeAsyncVLLM(num_replicas=2) as engine, collectors_over(engine) as make:
+        yield make
 
 
 def ending(value: Callable[[], Any]) -> Any:
     """An async function whose second prompt ends in another way than the others."""
 
-    async def episode(data: TensorDictBase, ask: Ask) -> Any:
+    async def episode(data: TensorDictBase, ask: Any) -> Any:
         await ask(data["query"])
         if data["query"] != BAD:
             return 1.0
@@ -133,7 +129,7 @@ def test_a_failure_beyond_those_that_are_borne_is_raised(collect: Collect, case:
 def test_a_sample_that_is_left_out_is_counted(collect: Collect) -> None:
     plays: list[str] = []
 
-    async def episode(data: TensorDictBase, ask: Ask) -> float | None:
+    async def episode(data: TensorDictBase, ask: Any) -> float | None:
         plays.append(data["query"])
         number = len(plays)
         await ask(data["query"])
@@ -148,12 +144,3 @@ def test_a_sample_that_is_left_out_is_counted(collect: Collect) -> None:
 
 def test_rows_may_come_without_any_reward_for_a_postproc_to_add(collect: Collect) -> None:
     assert ("next", "reward") not in next(iter(collect(chat(2)))).keys(include_nested=True)
-
-
-def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, over: threading.Event) -> None:
-    def blocks() -> float:
-        return float(over.wait(60))
-
-    collector = collect(ending(blocks), groups_per_batch=2, heartbeat_timeout=0.5)
-    with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
-        in_thread(lambda: next(iter(collector))).result(50)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.weights import Connect, value_in, weights
+from support.weights import THIS_DRIVER, Connect, Fleet, fleets, senders, value_in, values, weights
 from torchrl_moe.errors import WeightsOwnedError, WeightSyncError
-from torchrl_moe.modules.backends.replica import this_process
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme
-from torchrl_moe.weight_update.sender import VLLMWeightSender
-
-Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 OTHER = "process 7 on elsewhere"
 
 
-def values(engine: FakeFleet) -> list[float | None]:
-    return [value_in(engine, index) for index in range(len(engine.fakes))]
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes a sender for an engine."""
+    with senders() as make:
+        yield make
+
+
+@pytest.fixture
+def fleet(connect: Connect) -> Fleet:
+    """Makes an engine of so many fake replicas, and a sender for it."""
+    return fleets(connect)
 
 
 def owner_of(replica: FakeWeightReplica) -> str:
@@ -98,9 +103,9 @@ def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothi
     newer = connect(engine)
     older.shutdown()
     assert newer.update_weights(weights(2)).failed == {}
-    assert owner_of(engine.fakes[0]) == this_process()
+    assert owner_of(engine.fakes[0]) == THIS_DRIVER
     newer.init_all_workers_group(None, vllm_engine=engine)  # again, by the same sender
-    assert owner_of(engine.fakes[0]) == this_process()
+    assert owner_of(engine.fakes[0]) == THIS_DRIVER
 
 
 def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet) -> None:
@@ -108,7 +113,7 @@ def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet
     sender.update_weights(weights(1))
     new = engine.restart(1)
     sender.bring(1)
-    assert (new.owner.claim("other", OTHER, False).owner, value_in(engine, 1)) == (this_process(), 1.0)
+    assert (new.owner.claim("other", OTHER, False).owner, value_in(engine, 1)) == (THIS_DRIVER, 1.0)
 
 
 def test_a_replica_that_another_driver_has_is_named_by_the_update(fleet: Fleet) -> None:
@@ -146,7 +151,7 @@ def test_a_sender_that_moves_to_another_engine_gives_the_first_one_up(connect: C
     sender.update_weights(weights(1))
     sender.init_all_workers_group(None, vllm_engine=second)
     assert all(fake.owner.claim("other", OTHER, False).granted for fake in first.fakes)
-    assert owner_of(second.fakes[0]) == this_process()
+    assert owner_of(second.fakes[0]) == THIS_DRIVER
 
 
 def test_a_sender_does_not_get_an_engine_back_because_the_newer_one_left(connect: Connect) -> None:

@@ -20,7 +20,6 @@ from tensordict import set_list_to_stack
 
 from support.training import fake_config, fake_fleet, fake_run
 from torchrl_moe.trainers import GRPOConfig, MoEGRPOTrainer
-from torchrl_moe.trainers.checkpoints import TrainedState
 
 STEPS, KILLED_IN = 6, 3
 HOOKS = ("batch_process", "process_optim_batch", "post_steps", "post_steps_log")
@@ -46,7 +45,7 @@ def kill_at(trainer: MoEGRPOTrainer, point: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if point == WRITING:
-        write = TrainedState.write
+        write = type(trainer.checkpoints._trained).write
 
         def half(state: Any, folder: Path, ranks: Any) -> None:
             write(state, folder, ranks)
@@ -114,7 +113,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("point", [*HOOKS, WRITING])
+SELDOM = [pytest.param(point, marks=pytest.mark.soak) for point in HOOKS if point != "process_optim_batch"]
+
+
+@pytest.mark.parametrize("point", ["process_optim_batch", WRITING, *SELDOM])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, uninterrupted: dict[str, Any], point: str) -> None:
     assert start(tmp_path / "run", point) == -signal.SIGKILL
     assert not (tmp_path / "run" / "end.json").exists()
@@ -122,7 +124,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, uninterrupte
     assert traces(tmp_path / "run") == uninterrupted
 
 
-@pytest.mark.parametrize("point", ["process_optim_batch", "post_steps_log"])
+@pytest.mark.parametrize("point", [pytest.param("process_optim_batch", marks=pytest.mark.soak), "post_steps_log"])
 def test_while_answers_are_generated_ahead_a_killed_run_trains_on_each_prompt_once(tmp_path: Path, point: str) -> None:
     out = tmp_path / "run"
     assert start(out, point, max_staleness=2) == -signal.SIGKILL

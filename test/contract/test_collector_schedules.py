@@ -64,7 +64,7 @@ def play(plan: Plan, actions: list[str]) -> None:
         trainer.close()
 
 
-@settings(max_examples=30, derandomize=True, **COMMON)
+@settings(max_examples=10, derandomize=True, **COMMON)
 @given(plans(4), actions(5))
 def test_no_prompt_is_lost_or_trained_twice(plan: Plan, actions: list[str]) -> None:
     play(plan, actions)
