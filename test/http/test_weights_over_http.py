@@ -19,7 +19,7 @@ pytestmark = pytest.mark.needs_vllm
 def test_a_stream_across_an_update(engine: AsyncVLLM, versions: Versions, pause: str, clear_cache: bool) -> None:
     before, manifest = versions.now, versions.prepare(61)
     asked: dict[str, Any] = {
-        **ASKED, "max_tokens": 300, "stream": True, "return_token_ids": True, "ignore_eos": True, "logprobs": True,
+        **ASKED, "max_tokens": 120, "stream": True, "return_token_ids": True, "ignore_eos": True, "logprobs": True,
     }  # fmt: skip
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -34,12 +34,12 @@ def test_a_stream_across_an_update(engine: AsyncVLLM, versions: Versions, pause:
                 for choice in event["choices"]:
                     tokens += choice.get("token_ids") or []
                     logprobs += [one["logprob"] for one in (choice.get("logprobs") or {}).get("content") or []]
-                if len(tokens) >= 40 and not swapped:
+                if len(tokens) >= 20 and not swapped:
                     swapped = True
                     versions.swap(manifest, pause, clear_cache)
         (trajectory,) = server.session("one").trajectories()
     mask = trajectory["masks", "all_assistant_mask"]
-    assert len(tokens) == 300
+    assert len(tokens) == 120
     assert trajectory["tokens", "full"][mask].tolist() == tokens
     assert trajectory["log_probs", "full"][mask].tolist() == pytest.approx(logprobs, abs=1e-5)
     assert set(trajectory["policy_versions", "full"][mask].tolist()) == {before, versions.now}
