@@ -29,7 +29,6 @@ from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
 from torchrl_moe.modules.policies.scoring_model import (
     ScoringModel,
     Selection,
-    parts_by_temperature,
     read_sampling,
     says_nothing,
 )
@@ -332,14 +331,6 @@ def test_a_copy_scores_with_its_own_model() -> None:
         assert torch.equal(scoring(INPUTS, selection())[0], before)
 
 
-def test_checking_leaves_the_mode_of_every_module() -> None:
-    model = make_tiny_moe(num_hidden_layers=2).train()
-    model.lm_head.eval()
-    before = [module.training for module in model.modules()]
-    scored(model)
-    assert [module.training for module in model.modules()] == before
-
-
 # -- router logits ----------------------------------------------------------------------------------------------------
 
 
@@ -474,7 +465,6 @@ def test_fsdp2(how: str) -> None:
 
 
 V = 5
-LENGTHS = (2, 4, 3)
 LOG_PROBS = ("log_probs", "full")
 
 
@@ -502,18 +492,6 @@ def batch_of(td: TensorDictBase) -> ScoringBatch:
 
 def read(td: TensorDictBase, temperature: float | None = None) -> Any:
     return read_sampling(td, batch_of(td), temperature)
-
-
-def test_every_sample_is_read() -> None:
-    found = read(mixed())
-    assert found.temperatures.tolist() == [0.5, 2.0, 1.0]
-    assert [None if one is None else one.sizes.tolist() for one in found.kept] == [None, [0, 2, 0, -1], None]
-    assert read(lazy_stack([sample(2), sample(3)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
-    assert read(lazy_stack([sample(2), sample(3, 0.7)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
-    words = kept([4, 2, 1], [0, 2, 0, -1])
-    (one,) = read(lazy_stack([sample(4, 1.0, words.to_tensordict())])).kept
-    assert type(one) is KeptTokens
-    assert (one.ids.tolist(), one.sizes.tolist()) == ([4, 2, 1], [0, 2, 0, -1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
@@ -570,10 +548,3 @@ def test_dense_logits_lose_the_words_that_were_left_out() -> None:
     cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
     assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]
     assert cut[:2].eq(0).all()
-
-
-def test_parts() -> None:
-    assert list(parts_by_temperature(0.5)) == [(0.5, None)]
-    assert list(parts_by_temperature(torch.tensor([]))) == [(1.0, None)]  # a forward pass is run all the same
-    found = [(value, part.tolist()) for value, part in parts_by_temperature(torch.tensor([0.5, 2.0, 0.5]))]
-    assert found == [(0.5, [True, False, True]), (2.0, [False, True, False])]
