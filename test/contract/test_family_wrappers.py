@@ -11,14 +11,12 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from support.gradients import assert_same, backward, gradients, loss_of
+from support.gradients import assert_same, backward, checkpoint_activations, gradients, loss_of
 from support.ranks import run_as_ranks
 from support.rollouts import total
 from support.routes import experts_seen, pair, random_routes, recorded, tokens
 from support.sharded import CONFIG, rollouts
-from torchrl_moe._compat_transformers import checkpoint_activations
-from torchrl_moe.modules import TransformersWrapper
-from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import make_tiny_moe
 
