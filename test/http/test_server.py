@@ -427,7 +427,7 @@ def test_a_client_that_does_not_read_is_dropped(folder: Path, monkeypatch: pytes
         FakeAsyncVLLM(token_seconds=0.002) as engine,
         serving(engine, folder, limits=Limits(client_seconds=0.5)) as (server, _),
     ):
-        asked = {**ASKED, "max_tokens": 1000, "n": 8, "stream": True, "logprobs": True}
+        asked = {**ASKED, "max_tokens": 400, "n": 4, "stream": True, "logprobs": True}
         body = httpx.Request("POST", server.url + CHAT, json=asked)
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
