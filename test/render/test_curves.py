@@ -174,10 +174,6 @@ def test_versions_and_ages_by_hand() -> None:
     assert (below.get_xlabel(), below.get_ylabel()) == ("batch", "staleness, versions")
 
 
-def test_no_batch_is_an_empty_figure() -> None:
-    assert len(staleness_figure([], []).axes) == 2
-
-
 def test_versions_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="there are 1 batches, and 2 versions"):
         staleness_figure([[0]], [0, 1])
@@ -252,13 +248,3 @@ def test_two_colors_are_distinguished_without_green(page: tuple[int, int, int]) 
     for one, other in combinations(HUES, 2):
         seen = [deuteranope(over(fill, page)) for fill in (one, other)]
         assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 12
-
-
-def test_css_and_hex_by_hand() -> None:
-    assert Fill(0, 100, 200, 0.5).css == "rgba(0,100,200,0.5)"
-    assert Fill(0, 100, 200, 0.5).on_white == "#80b2e4"  # halfway to 255: 127.5, 177.5, 227.5, halves to even
-
-
-def test_shades_get_stronger() -> None:
-    assert [fill.alpha for fill in shades(3)] == [0.0, 0.25, 0.5]
-    assert [fill.alpha for fill in shades(1)] == [0.0]

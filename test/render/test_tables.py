@@ -17,7 +17,6 @@ from torchrl_moe.render.tables import (
     number_text,
     one_line,
     print_table,
-    share_text,
     show_html,
 )
 
@@ -29,24 +28,12 @@ def test_title_header_rows_totals_and_note_stand_in_their_places() -> None:
     assert read.other == ["two replicas", "and more"]
 
 
-def test_what_is_not_given_leaves_no_trace() -> None:
-    html = html_table("", ["name"], [])
-    assert TableReader(html).rows == {"thead": [["name"]], "tbody": [], "tfoot": []}
-    for tag in ("caption", "tfoot", "div"):
-        assert tag not in html
-
-
 def test_every_text_is_escaped() -> None:
     nasty = "<script>alert('1')</script> & \"x\""
     html = html_table(nasty, [nasty], [[nasty]], [nasty], nasty)
     read = TableReader(html)  # refuses any tag that is not a table's
     assert read.rows == {"thead": [[nasty]], "tbody": [[nasty]], "tfoot": [[nasty]]}
     assert read.other == [nasty, nasty] and "<script" not in html
-
-
-def test_no_color_is_set_but_that_of_the_rules() -> None:
-    html = html_table("t", ["a"], [["b"]], ["c"])
-    assert "color: inherit" in html and "#" not in html
 
 
 @pytest.mark.parametrize(("rows", "footer"), [([["a"]], ["a", "b"]), ([["a", "b"]], ["a"])])
@@ -109,18 +96,6 @@ def test_without_rich_it_is_columns_of_text(capsys: CaptureFixture[str], monkeyp
     assert capsys.readouterr().out.splitlines() == ["two", "name  text    n", "   a  [red]   1", "  bb         20"]
 
 
-def test_without_rows_the_header_is_printed(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
-    print_table("none", HEADER, [])
-    monkeypatch.setitem(sys.modules, "rich.box", None)
-    print_table("none", HEADER, [])
-    assert capsys.readouterr().out.count("name") == 2
-
-
-def test_a_printed_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="a row has 1 cells, the header 3"):
-        print_table("", HEADER, [("a",)])
-
-
 # -- data frames ------------------------------------------------------------------------------------------------------
 def test_each_row_is_a_row() -> None:
     table = data_frame([{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.75}])
@@ -141,10 +116,6 @@ def test_without_pandas_the_extra_is_named(monkeypatch: MonkeyPatch) -> None:
 )  # fmt: skip
 def test_a_number(value: float | None, expected: str) -> None:
     assert number_text(value) == expected
-
-
-def test_a_share() -> None:
-    assert [share_text(value) for value in (0.0, 0.5, None, float("nan"))] == ["0.0%", "50.0%", "–", "–"]
 
 
 # -- notebooks --------------------------------------------------------------------------------------------------------
