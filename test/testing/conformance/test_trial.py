@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from support.conformance import shared_moe
 from support.conforming_engine import QUICK, ConformingEngine
@@ -28,51 +27,6 @@ def trial_of(engine: Any) -> Trial:
 @pytest.fixture
 def trial() -> Trial:
     return trial_of(ConformingEngine(shared_moe()))
-
-
-def test_prompts_are_the_same_again_and_hold_no_special_ids(trial: Trial) -> None:
-    assert trial.prompt(50) == trial.prompt(50)
-    assert trial.prompt(50) != trial.prompt(50, seed=1)
-    config = shared_moe().config
-    special = {config.bos_token_id, config.eos_token_id, config.pad_token_id}
-    assert not special & set(trial.prompt(2000))
-    assert len(set(trial.prompt(2000))) > 200
-    assert max(Trial(trial.adapter, None, None, QUICK).prompt(500)) < QUICK.vocabulary
-
-
-def test_weights_are_switched_to_and_fro(trial: Trial) -> None:
-    own = trial.judge.reference
-    engine = trial.adapter
-    assert isinstance(engine, ConformingEngine)
-    assert trial.judge_now.reference is own
-    other = trial.switch_weights()
-    assert trial.serving is other is trial.judge_now.reference
-    assert trial.judge.reference is own
-    name = "model.embed_tokens.weight"
-    assert torch.equal(engine.model.state_dict()[name], other.model.state_dict()[name])
-    assert trial.version() == 1
-    trial.close()
-    assert trial.serving is own
-    assert torch.equal(engine.model.state_dict()[name], shared_moe().state_dict()[name])
-    assert trial.version() == 2
-    trial.close()  # nothing to bring back
-    assert trial.version() == 2
-
-
-class Fixed:
-    def generate(self, prompts: Any, sampling: Any, request_ids: Any = None) -> Any:
-        return []
-
-
-def test_what_has_no_abort_or_update_is_not_asked() -> None:
-    trial = trial_of(Fixed())
-    assert trial.version() is None
-    for act in (Trial.switch_weights, crossed_by_update):
-        with pytest.raises(NotOffered, match=r"the adapter has no update_weights\(model\)"):
-            act(trial)
-    with pytest.raises(NotOffered, match=r"no abort\(request_ids\)"):
-        cut_midway(trial)
-    trial.close()
 
 
 class Silent(ConformingEngine):
