@@ -25,14 +25,7 @@ from torchrl_moe.cli import services
 from torchrl_moe.cli import services as engines
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.main import main
-from torchrl_moe.cli.services import (
-    Exported,
-    LocalDriver,
-    connected,
-    local_drivers,
-    started,
-    table,
-)
+from torchrl_moe.cli.services import Exported, LocalDriver, connected, local_drivers, started, table
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 

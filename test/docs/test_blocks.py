@@ -98,11 +98,7 @@ def ends_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("ends_engines")
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
 def test_the_blocks_run_as_they_are_pasted(
-    page: Path,
-    names: dict[str, Any],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, names: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
     there = dict(names)

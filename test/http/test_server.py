@@ -340,10 +340,7 @@ def in_threads(client: httpx.Client, count: int, path: str = CHAT, **changes: An
 
 def test_too_many_at_a_time(folder: Path) -> None:
     limits = Limits(requests=3, requests_per_session=2, tokens=1000, answers=2, body_bytes=2000, sessions=2)
-    with (
-        FakeAsyncVLLM(token_seconds=0.05) as engine,
-        serving(engine, folder, limits=limits) as (server, client),
-    ):
+    with FakeAsyncVLLM(token_seconds=0.05) as engine, serving(engine, folder, limits=limits) as (server, client):
         assert in_threads(client, 5) == [200] * 3 + [429] * 2
         assert in_threads(client, 3, "/sessions/a/v1/chat/completions") == [200] * 2 + [429]
         error_of(client.post(CHAT, json={**ASKED, "max_tokens": 990}), 429)

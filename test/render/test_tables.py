@@ -10,15 +10,7 @@ import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from support.html_table import TableReader
-from torchrl_moe.render.tables import (
-    data_frame,
-    html_table,
-    in_notebook,
-    number_text,
-    one_line,
-    print_table,
-    show_html,
-)
+from torchrl_moe.render.tables import data_frame, html_table, in_notebook, number_text, one_line, print_table, show_html
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -25,11 +25,7 @@ from support.gradients import gradients
 from support.ranks import run_as_ranks
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
-from torchrl_moe.modules.policies.scoring_model import (
-    ScoringModel,
-    Selection,
-    read_sampling,
-)
+from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection, read_sampling
 from torchrl_moe.testing import make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,11 +81,7 @@ def scored(model: nn.Module) -> ScoringModel:
 
 
 def assert_like_dense(
-    model: nn.Module,
-    atol: float = 2e-6,
-    grad_atol: float = 1e-5,
-    chosen: Selection | None = None,
-    splits: bool = True,
+    model: nn.Module, atol: float = 2e-6, grad_atol: float = 1e-5, chosen: Selection | None = None, splits: bool = True
 ) -> Any:
     """Scores and gradients; returns the scores."""
     results, scoring, chosen = [], scored(model), chosen or selection()

@@ -11,11 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import (
-    overridden,
-    request_arguments,
-    sampling_params_of,
-)
+from torchrl_moe.modules.policies.wrapper_arguments import overridden, request_arguments, sampling_params_of
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 

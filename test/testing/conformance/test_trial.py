@@ -131,8 +131,7 @@ class Cuts(ConformingEngine):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason", "updates"),
-    [pytest.param(Drains, "'length'", 8, marks=pytest.mark.parity), (Cuts, "'abort'", 2)],
+    ("kind", "reason", "updates"), [pytest.param(Drains, "'length'", 8, marks=pytest.mark.parity), (Cuts, "'abort'", 2)]
 )
 def test_an_engine_that_ends_answers_first_has_none_that_cross(kind: Any, reason: str, updates: int) -> None:
     engine = kind(shared_moe(), token_seconds=0.001)
