@@ -645,6 +645,14 @@ def test_a_second_turn_keeps_what_is_known_of_the_first(actor: TransformersWrapp
         torch.testing.assert_close(got, one[LOG_PROBS][sampled], atol=1e-5, rtol=0)
 
 
+def test_text_comes_without_special_tokens_if_they_are_not_wanted(dense_model: nn.Module) -> None:
+    kwargs = {"max_new_tokens": 3, "forced_eos_token_id": 258, "do_sample": True, "skip_special_tokens": True}
+    policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
+    out = policy(asked("text"))[0]
+    assert int(out["tokens", "response"][-1]) == 258
+    assert "<|im_end|>" not in out["text"].response
+
+
 def generating(model: nn.Module, **generate_kwargs: Any) -> TransformersWrapper:
     settings = {"max_new_tokens": 4, **generate_kwargs}
     return TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="text", inplace=False, generate_kwargs=settings)
