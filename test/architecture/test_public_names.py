@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import PACKAGE, Source, imports, package_sources, snippet
+from support.sources import PACKAGE, Source, imports, package_sources, python_sources, snippet
 
 PUBLIC: dict[str, str] = {
     "data": "KeptTokens RoutedExperts UNSET_EXPERT",
@@ -152,3 +152,38 @@ def test_a_name_hidden_from_type_checkers_is_found() -> None:
 
 if __name__ == "__main__":
     SIGNATURES.write_text("".join(f"{line}\n" for line in signatures()), encoding="utf-8")
+
+
+def beyond_public(source: Source) -> list[str]:
+    """Imports of ours, and of tests, that a contract test may not have: all but public names and ``support``.
+
+    The kit that ships for tests, ``torchrl_moe.testing``, may be used as a whole.
+    """
+    public = {f"{PACKAGE}.{room}.{name}" for room in PUBLIC for name in import_module(f"{PACKAGE}.{room}").__all__}
+    found = []
+    for item in imports(source):
+        top, *parts = item.target.split(".")
+        kit = parts[:1] == ["testing"] and not any(part.startswith("_") for part in parts)
+        if (top == PACKAGE and item.target not in public and not kit) or top in ("test", "benchmarks"):
+            found.append(f"{source.at(item.node)}: {item.target}")
+    return found
+
+
+@pytest.mark.parametrize("source", python_sources("test/contract"), ids=lambda source: source.path.stem)
+def test_contract_tests_import_public_names_only(source: Source) -> None:
+    assert beyond_public(source) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from torchrl_moe.modules import RouterReplay\nfrom support.engines import SMALL\nimport torch", 0),
+        ("from torchrl_moe.testing.tiny_moe import save_tiny_moe", 0),
+        ("from torchrl_moe.modules.replay.router_replay import RouterReplay", 1),
+        ("from torchrl_moe.modules import _private", 1),
+        ("def f():\n    from torchrl_moe import _compat", 1),
+        ("from torchrl_moe.testing.tiny_moe import _draw_weights", 1),
+    ],
+)
+def test_an_import_of_more_is_found(text: str, count: int) -> None:
+    assert len(beyond_public(snippet(text))) == count

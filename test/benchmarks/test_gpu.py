@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,32 +11,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.__main__ import ROOT, gpu_tests, read_arguments
+from benchmarks import report
+from benchmarks.gpu.__main__ import gpu_tests, main, read_arguments
 from benchmarks.gpu.head import head_rows
 from benchmarks.gpu.measuring import Device
 from benchmarks.gpu.sizes import LARGE, TINY
 
-RUN = """
-import sys
-for name in ("vllm", "ray"):
-    sys.modules[name] = None
-from benchmarks.gpu.__main__ import main
-main(["--tiny", "--no-tests"])
-"""
 
-
-def test_all_of_it_runs_in_small_without_vllm(tmp_path: Path) -> None:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_all_of_it_runs_in_small_without_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("vllm", "ray"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    main(["--tiny", "--no-tests"])
+    printed = capsys.readouterr().out
     for line in (
         "| self-test, bfloat16, grouped_mm | passed | bit-equal | yes |",
         "replayed over live",
         "GRPOLoss under",
     ):
-        assert line in done.stdout
-    assert "**no**" not in done.stdout
-    assert (tmp_path / "runs/bench/gpu-tiny.json").exists()
+        assert line in printed
+    assert "**no**" not in printed
+    assert (tmp_path / "gpu-tiny.json").exists()
 
 
 @pytest.mark.parametrize(("passes", "summary"), [(True, "1 passed, 1 deselected"), (False, "1 failed, 1 deselected")])

@@ -9,7 +9,7 @@ import json
 import pytest
 from rich.console import Console
 
-from torchrl_moe.cli.command import Command, NamedStream, Output, note
+from torchrl_moe.cli.command import NamedStream, Output
 
 
 def test_a_result_is_text_or_json() -> None:
@@ -18,20 +18,6 @@ def test_a_result_is_text_or_json() -> None:
     Output(data, is_json=True).show("two words", {"words": 2, 3: [float("inf"), (1.5, float("nan"))], "none": None})
     assert text.getvalue() == "two words\n"
     assert json.loads(data.getvalue()) == {"words": 2, "3": [None, [1.5, None]], "none": None}
-
-
-def test_help_shows_the_examples_in_columns() -> None:
-    command = Command(
-        name="x", help="", description="", examples=[("x", "short"), ("x --long", "long")],
-        add_arguments=lambda parser: None, run=lambda options, output: 0,
-    )  # fmt: skip
-    assert command.epilog.splitlines()[:3] == ["examples:", "  x         short", "  x --long  long"]
-    assert command.epilog.splitlines()[-1] == "exit codes: 0 fine, 1 a problem was found, 2 bad use"
-
-
-def test_a_note_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    note("working")
-    assert capsys.readouterr() == ("", "working\n")
 
 
 class FullDisk(io.StringIO):

@@ -57,9 +57,9 @@ def test_the_folder_trains_as_it_is(shelf: EngineShelf, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "reward", raising=False)
-    assert main(["train", "--config", "config.yaml", "steps=2"]) == 0
+    assert main(["train", "--config", "config.yaml", "steps=1"]) == 0
     with open("run/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["0", "1"]
+    assert [row["step"] for row in rows] == ["0"]
     assert all(0 < float(row["reward"]) < 1 for row in rows)  # half taught: neither all right nor all wrong
     assert (tmp_path / "run" / "run" / "model" / "config.json").is_file()

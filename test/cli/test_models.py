@@ -57,11 +57,6 @@ def test_a_wrong_path_says_what_to_do(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-def test_a_hub_name_may_be_one() -> None:
-    with model_folder("org/model") as folder:
-        assert folder == "org/model"
-
-
 def test_a_hub_that_does_not_answer_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,12 +100,6 @@ def test_weights_that_are_not_there_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadUse, match="transformers cannot load") as caught:
         load(str(tmp_path), "float32")
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    make_tiny_moe(num_hidden_layers=1, mlp_only_layers=[]).save_pretrained(tmp_path)
-    model = load(str(tmp_path), "bfloat16")
-    assert model.dtype == torch.bfloat16 and not model.training
 
 
 # -- a narrow model of the same routers --------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import io
 import json
 import os
 import socket
@@ -19,22 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
+from support.clusters import ClusterHolder
+from support.engines import EngineShelf
 from support.sources import ROOT
 from torchrl_moe.cli import services
 from torchrl_moe.cli import services as engines
-from torchrl_moe.cli import services as top
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.main import main
-from torchrl_moe.cli.services import (
-    Exported,
-    LocalDriver,
-    connected,
-    engine_arguments,
-    exported_rows,
-    local_drivers,
-    started,
-    table,
-)
+from torchrl_moe.cli.services import Exported, LocalDriver, connected, local_drivers, started, table
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -72,10 +63,6 @@ def test_exported_metrics_are_the_rows_of_stats() -> None:
     shared = {"replica", "state", "version", "inflight", "restarts", "requests", "running", "cache_usage", "hit_rate"}
     assert [{key: row[key] for key in shared} for row in found] == [{key: row[key] for key in shared} for row in rows]
     assert sum(row["requests"] for row in found) == 3
-
-
-def test_a_text_without_replicas_has_no_rows() -> None:
-    assert exported_rows("# TYPE up gauge\nup 1\n") == []
 
 
 @pytest.mark.parametrize(
@@ -122,15 +109,6 @@ def test_a_driver_is_seen_by_others_and_not_by_itself(second_engine: AsyncVLLM) 
     found = {one["pid"]: one for one in json.loads(done.stdout)}
     assert found[os.getpid()]["replicas"] == 2
     assert found[os.getpid()]["command"] == " ".join(psutil.Process().cmdline())
-
-
-def test_a_process_with_another_command_has_no_driver() -> None:
-    assert services._driver_of({"cmdline": ["python", "train.py"], "ppid": 1, "pid": 2}) is None
-    assert services._driver_of({"cmdline": None, "ppid": 1, "pid": 2}) is None  # another user's
-    words = ["python", "-m", "torchrl_moe.modules.backends.vllm.engine_process", "5", "1"]
-    assert services._driver_of({"cmdline": words, "ppid": 7, "pid": 8}) == 7
-    forked = {"cmdline": ["torchrl_moe::Replica"], "ppid": os.getpid(), "pid": 8}
-    assert services._driver_of(forked) == os.getppid()
 
 
 def refuse(*args: Any, **kwargs: Any) -> None:
@@ -203,20 +181,6 @@ def test_a_table_again_and_again_until_an_interrupt(
         assert out.count("1 of 1 serving") == 2 and out.count("Ctrl-C ends") == 2
 
 
-def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    with top._screen(top.Output(screen, is_json=False)) as show:
-        show(table("mine", [ROW]), {})
-    assert screen.getvalue() == ""  # rich writes, to its own console
-    assert "1 of 1 serving" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -232,19 +196,24 @@ def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.ray
-@pytest.mark.engine  # after the other tests of the cluster: the pair fills its nodes
 def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
-    ray_pair: AsyncVLLM, capsys: pytest.CaptureFixture[str]
+    ray_cluster: ClusterHolder, shelf: EngineShelf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (["test-pair"], []):
+    arguments: dict[str, Any] = {"engine": "transformers", "backend": "ray", "name": "found", "max_model_len": 64}
+    with AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), num_replicas=2, **arguments) as engine:
+        look_for(engine, capsys)
+
+
+def look_for(engine: AsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (["found"], []):
         assert main(["top", *name, "--once", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert found["service"] == "test-pair"
+        assert found["service"] == "found"
         assert [row["state"] for row in found["replicas"]] == ["SERVING", "SERVING"]
     assert main(["top", "none", "--once"]) == 2
     said = capsys.readouterr().err
-    assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'test-pair' (2 replica(s))." in said
-    assert ray_pair.ready()  # it keeps running
+    assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'found' (2 replica(s))." in said
+    assert engine.ready()  # it keeps running
 
 
 def config(family: str = "qwen3_moe", positions: int = 512) -> Any:
@@ -262,15 +231,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
     monkeypatch.setattr(AsyncVLLM, "from_pretrained", start)
     return calls
-
-
-def test_values_are_json_or_text() -> None:
-    assert engine_arguments(['a={"b": [1]}', "c=true", "d=x=y", "e="]) == {
-        "a": {"b": [1]}, "c": True, "d": "x=y", "e": "",
-    }  # fmt: skip
-    for bad in ("a", "=1", "a-b=1"):
-        with pytest.raises(BadUse, match="KEY=VALUE"):
-            engine_arguments([bad])
 
 
 def test_an_engine_is_small_unless_told_otherwise(asked: Any) -> None:

@@ -533,18 +533,16 @@ def test_padded_routes_are_dumped_and_loaded_by_a_replay_buffer(tmp_path: Path) 
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
 def test_ray_object_store() -> None:
     import ray
 
     data = lazy_stack([rollout(sample(3)), rollout(sample(5))])
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        assert_same(ray.get(ray.put(data))["routed_experts"], data["routed_experts"])
-        rows = ray.get(ray.put(ROWS))
-        assert not rows.flags.writeable
-        assert RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT).full.tolist() == FULL
-    finally:
-        ray.shutdown()
+    assert_same(ray.get(ray.put(data))["routed_experts"], data["routed_experts"])
+    rows = ray.get(ray.put(ROWS))
+    assert not rows.flags.writeable
+    assert RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT).full.tolist() == FULL
 
 
 def test_is_set_under_compile() -> None:

@@ -1,12 +1,23 @@
-"""The documentation's pages: each is in a table of contents, each room has one, and none that is generated is stale.
+"""The documentation: its tables of contents, code, links, quotes, diagrams and generated parts, as they are stored.
 
-The site itself is built by `make docs` and opened by `make docs-check`.
+Its blocks are run by ``test_blocks.py``; the site is built by `make docs` and opened by `make docs-check`.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
+import builtins
+import importlib
 import re
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from urllib.request import urlopen
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,10 +25,19 @@ from benchmarks import page as benchmarks_page
 from benchmarks.report import Record, Row, read_records
 from support import compatibility_page
 from support.sources import package_sources
+from torchrl_moe.cli.command import Command
+from torchrl_moe.cli.main import COMMANDS
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "reference").glob("*.md"))]
 TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 INTERNAL = {"torchrl_moe.weight_update.transports"}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?(?=\))")
+LOOP = ROOT / "docs" / "loop.md"
+DIAGRAMS = sorted((DOCS / "figures").glob("*.svg"))
+COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 
 
 def entries(page: Path) -> list[str]:
@@ -100,3 +120,217 @@ def test_records_without_machine_and_date_are_left_out(tmp_path: Path, monkeypat
     (tmp_path / "scale.json").write_text('[{"claim": "a", "value": "1", "target": "", "met": null}]')
     (found,) = read_records(tmp_path).items()
     assert found == ("startup", Record(measured=report.describe_machine(), rows=[Row(claim="a", value="1")]))
+
+
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What the page's headings are linked by."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_parses_and_imports_names_that_exist(page: Path) -> None:
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchrl_moe"):
+                module = importlib.import_module(str(node.module))
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def names(block: str) -> tuple[set[str], set[str]]:
+    """The names that a block binds, and those that it reads."""
+    bound, read = set(), set()
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound, read
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_uses_names_that_its_page_or_the_page_on_loops_defines(page: Path) -> None:
+    loop, *_ = blocks(LOOP)
+    known = set(dir(builtins)).union(*(names(block)[0] for block in blocks(page)))
+    if LOOP.name in [Path(path).name for path, _ in LINK.findall(prose(page))]:
+        known |= names(loop)[0]
+    assert [missing for block in blocks(page) if (missing := sorted(names(block)[1] - known))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for path, heading in LINK.findall(prose(page)):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if heading and target.suffix == ".md":
+            assert heading in anchors(target), f"{path}#{heading}"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_command_line_page_shows_each_command_with_options_that_exist(command: Command) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert f"\n## {command.name}\n" in page
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    lines = re.findall(rf"torchrl[-_]moe(?:\.cli)? {command.name}\b[^\n`#]*", page)
+    shown = {option for line in lines for option in re.findall(r"(?<= )--[a-z-]+", line)}
+    assert lines
+    assert shown <= {
+        "--json",
+        "--traceback",
+        "--help",
+        *parser.format_help().replace(",", " ").replace("]", " ").split(),
+    }
+
+
+def quoted(text: str) -> Iterator[list[str]]:
+    """The messages of the troubleshooting page, cut where a value stands."""
+    for heading in re.findall(r"^### `+(.+?)`+$", text, re.MULTILINE):
+        yield [part for part in heading.split("…") if part.strip()]
+
+
+def literals() -> list[str]:
+    """Every string of the package; what an f-string fills in is a zero byte."""
+    found = []
+    for source in package_sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (value.value if isinstance(value, ast.Constant) else "\0" for value in node.values)
+                found.append("".join(str(part) for part in parts))
+    return found
+
+
+def test_every_quoted_message_is_in_the_source() -> None:
+    texts = literals()
+    messages = list(quoted((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")))
+    assert len(messages) > 30
+    # searched for, a message is found by its words
+    assert [parts[0] for parts in messages if not re.match(r"\w", parts[0])] == []
+    assert [parts for parts in messages if not any(all(part in text for part in parts) for text in texts)] == []
+
+
+def test_a_message_that_is_gone_would_be_found() -> None:
+    assert list(quoted("# A\n\n### `replica … left us: …`\n\ntext\n")) == [["replica ", " left us: "]]
+    assert not any("left us" in text for text in literals())
+
+
+def test_the_glossary_has_each_term_once() -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    body = re.search(r"```\{glossary\}\n(.*?)```", text, re.DOTALL)
+    assert body is not None
+    terms = [line for line in body[1].splitlines() if line and not line.startswith((" ", ":"))]
+    assert [term for term, count in Counter(terms).items() if count > 1] == []
+    assert terms == sorted(terms, key=str.lower)
+
+
+@pytest.mark.parametrize("diagram", DIAGRAMS, ids=lambda diagram: diagram.stem)
+def test_a_diagram_scales_and_loads_nothing(diagram: Path) -> None:
+    text = diagram.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert root.attrib["viewBox"]
+    assert root.attrib["aria-label"]
+    assert not re.search(r"href|url\(|<script|@import", text)
+    if not diagram.stem.endswith(("_dark", "_light")):  # those are for the README, which has no theme of ours
+        fixed = [color for color in COLORS.findall(text) if not re.match(r"currentColor|none|var\(--", color)]
+        assert fixed == []
+        assert "width:100%" in text
+
+
+def test_the_picture_differs_between_the_themes_in_colors_only() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = [re.search(rf'(?:srcset|src)="(docs/figures/\w+_{theme}\.svg)"', text) for theme in ("dark", "light")]
+    dark, light = (re.sub(r"#[0-9a-f]{6}", "#", (ROOT / one[1]).read_text()) for one in found if one)
+    assert dark == light
+
+
+# -- the site: its links to sources, and what `make docs-check` reads
+
+
+def script(name: str) -> ModuleType:
+    """A file of docs/."""
+    spec = spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "linked"),
+    [
+        ("[a](../torchrl_moe/cli/services.py)", "[a](path:/../torchrl_moe/cli/services.py)"),
+        ("[a](../Makefile#L3)", "[a](path:/../Makefile)"),
+        ("[a](../tutorials/03_collectors.ipynb)", "[a](/notebooks/03_collectors.ipynb)"),
+        ("[a](replay.md#a), [b](#c), [d](https://x.org/../y)", "[a](/replay.md#a), [b](#c), [d](https://x.org/../y)"),
+    ],
+)
+def test_a_link_to_a_source_leads_to_the_copy_in_the_site(text: str, linked: str) -> None:
+    pytest.importorskip("sphinx")
+    app: Any = SimpleNamespace(env=SimpleNamespace(doc2path=lambda page: str(ROOT / "docs" / f"{page}.md")))
+    content = [text]
+    script("conf").link_sources(app, "trainer", content)
+    assert content == [linked]
+
+
+@pytest.fixture
+def check() -> ModuleType:
+    return script("check")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "index.html").write_text(
+        "<h1 id='top'>A</h1><a href='#top'></a><a href='#gone'></a><a href='deep/b.html#here%20too'></a>"
+        "<a href='https://example.org/x#y'></a><a href='mailto:a@b'></a><img src='missing.png'>"
+    )
+    (tmp_path / "deep" / "b.html").write_text("<p id='here too'><a href='../index.html#nowhere'>x</a>")
+    return tmp_path
+
+
+def test_dead_links_and_anchors_are_named(check: ModuleType, site: Path) -> None:
+    assert [*check.dead_links(site)] == [
+        "deep/b.html: ../index.html#nowhere has no such anchor",
+        "index.html: #gone has no such anchor",
+        "index.html: missing.png leads nowhere",
+    ]
+
+
+def test_the_site_is_served_on_a_free_port(check: ModuleType, site: Path) -> None:
+    with check.served(site) as address, urlopen(f"{address}/deep/b.html") as answer:
+        assert b"here too" in answer.read()
+
+
+def test_without_chromium_one_line_says_what_to_install(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert check.main() == 2
+    assert capsys.readouterr().err == "make docs-check: no Chromium on the PATH: apt-get install chromium\n"
+
+
+def test_without_a_site_one_line_says_what_to_run(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chromium").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(check, "SITE", tmp_path / "html")
+    assert check.main() == 2
+    assert capsys.readouterr().err == "make docs-check: no site in docs/_build/html: make docs\n"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
-from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
+from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.errors import SessionClosedError, SessionLimitError
 from torchrl_moe.http.sessions import Session, SessionStore
 from torchrl_moe.http.trajectories import load_trajectories
@@ -272,20 +272,6 @@ def test_a_continued_answer_is_one_trajectory_of_two_turns() -> None:
     assert (rows[:, 0] == -1).all()
 
 
-def test_a_shared_answer_is_trained_on_in_its_first_leaf() -> None:
-    session = new_session()
-    call(session, [1], [2])
-    call(session, [1, 2, 3], [4])
-    call(session, [1, 2, 5], [6])
-    assert [(full(td), trained(td)) for td in session.trajectories()] == [
-        ([1, 2, 3, 4], [2, 4]),
-        ([1, 2, 5, 6], [6]),
-    ]
-    assert [trained(td) for td in session.trajectories("all")] == [[2, 4], [2, 6]]
-    # where a token is not trained on, nothing says that it was sampled: another masking of a loss skips it too
-    assert session.trajectories()[1]["log_probs", "full"].isfinite().tolist() == [False, False, False, True]
-
-
 def test_answers_that_begin_alike_were_sampled_twice() -> None:
     session = new_session()
     call(session, [1], [2, 3])
@@ -295,27 +281,6 @@ def test_answers_that_begin_alike_were_sampled_twice() -> None:
     tds = session.trajectories()
     assert [full(td) for td in tds] == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5]]
     assert float(tds[2]["log_probs", "full"][1]) == newest  # the newest is continued
-
-
-def test_half_of_an_answer_is_the_clients_own() -> None:
-    session = new_session()
-    call(session, [1], [2, 3, 4])
-    call(session, [1, 2, 3], [8])
-    assert [(full(td), trained(td)) for td in session.trajectories()] == [
-        ([1, 2, 3, 4], [2, 3, 4]),
-        ([1, 2, 3, 8], [8]),
-    ]
-
-
-def test_a_sub_agent_and_a_compaction_are_branches() -> None:
-    session = new_session()
-    call(session, ids("main: do it"), ids(" by a helper"))
-    call(session, ids("helper: do it"), ids(" done"))
-    call(session, ids("main: do it by a helper. It says: done"), ids(" good"))
-    call(session, ids("main: summary"), ids(" all done"))
-    texts = [TOKENIZER.decode(full(td)) for td in session.trajectories()]
-    assert texts == ["helper: do it done", "main: do it by a helper. It says: done good", "main: summary all done"]
-    assert session.num_tokens == len("main: do it by a helper. It says: done goodhelper: do it donesummary all done")
 
 
 # Two ids for one text: byte 200 alone is no UTF-8, and decodes to U+FFFD, whose own three bytes do so too.
@@ -530,17 +495,6 @@ def test_kept_tokens_come_with_the_tokens_they_belong_to() -> None:
     assert found.ids.tolist() == [3, 7, 4]
 
 
-def test_answers_at_two_temperatures_are_two_trajectories() -> None:
-    session = new_session()
-    session.record([1], completed([1], [2]), sampling_params={"temperature": 0.5})
-    session.record([1, 2, 3], completed([1, 2, 3], [4]), sampling_params={"temperature": 1.0})
-    tds = session.trajectories()
-    assert [(float(td["sampling", "temperature"]), full(td), trained(td)) for td in tds] == [
-        (0.5, [1, 2, 3, 4], [2]),
-        (1.0, [1, 2, 3, 4], [4]),
-    ]
-
-
 def test_what_no_trainer_can_score_is_context_only() -> None:
     session = new_session()
     session.record([1], completed([1], [2]), sampling_params={"repetition_penalty": 1.1})
@@ -609,22 +563,6 @@ def test_rows_to_follow_are_those_of_other_weights() -> None:
     assert len(session.routes_to_follow(longer, version=2)) == 3
     assert len(session.routes_to_follow(longer, version=3)) == 6
     assert session.routes_to_follow(longer, version=1).shape[0] == 6
-
-
-@pytest.mark.parametrize(("same", "version", "how"), [(True, 1, "none"), (True, 2, "forced"), (False, 2, "live")])
-def test_a_trajectory_says_how_its_beginning_was_read_again(same: bool, version: int, how: str) -> None:
-    session = new_session()
-    first = call(session, [1, 2], [3], version=1).outputs[0].routed_experts
-    rows = random_rows(4)
-    if same:
-        rows[:2] = first
-    else:
-        rows[:2] = (first + np.uint8(1)) % 8
-        rows[:, 0] = 0
-    call(session, [1, 2, 3, 4], [5], version=version, rows=rows)
-    (td,) = session.trajectories()
-    assert td["resume"] == how
-    np.testing.assert_array_equal(td["routed_experts", "full"][:2, 1:], first[:, 1:])  # the first writer wins
 
 
 def test_an_answer_may_come_with_the_rows_of_its_last_tokens_only() -> None:
@@ -829,9 +767,3 @@ def test_threads_may_record_at_once() -> None:
         thread.join()
     assert session.num_tokens == 2 + 2 * 32
     assert sorted(full(td)[2] for td in session.trajectories()) == list(range(32))
-
-
-def test_routes_are_of_the_rollouts_class() -> None:
-    session = new_session()
-    call(session, [1], [2])
-    assert isinstance(session.trajectories()[0]["routed_experts"], RoutedExperts)

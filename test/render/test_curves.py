@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -121,18 +119,6 @@ def test_short_and_incomplete_runs_are_drawn(rows: list[dict[str, Any]], tmp_pat
     training_figure(rows).savefig(tmp_path / "run.png")
 
 
-def test_no_display_is_needed_and_no_global_state_is_touched(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom torchrl_moe.render.curves import training_figure\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "training_figure([{'step': 0, 'reward': 1.0}]).savefig(sys.argv[1])\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-    )
-    bare = {"PATH": "", "HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.png")], env=bare, check=True, timeout=60)
-    assert (tmp_path / "run.png").exists()
-
-
 # -- histograms -------------------------------------------------------------------------------------------------------
 def steps(figure: object) -> list[StepPatch]:
     return [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]  # type: ignore[attr-defined]
@@ -186,10 +172,6 @@ def test_versions_and_ages_by_hand() -> None:
     np.testing.assert_array_equal(below.get_lines()[0].get_ydata(), [0, 2])
     assert above.get_title() == "a run"
     assert (below.get_xlabel(), below.get_ylabel()) == ("batch", "staleness, versions")
-
-
-def test_no_batch_is_an_empty_figure() -> None:
-    assert len(staleness_figure([], []).axes) == 2
 
 
 def test_versions_that_do_not_fit_are_refused() -> None:
@@ -266,13 +248,3 @@ def test_two_colors_are_distinguished_without_green(page: tuple[int, int, int]) 
     for one, other in combinations(HUES, 2):
         seen = [deuteranope(over(fill, page)) for fill in (one, other)]
         assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 12
-
-
-def test_css_and_hex_by_hand() -> None:
-    assert Fill(0, 100, 200, 0.5).css == "rgba(0,100,200,0.5)"
-    assert Fill(0, 100, 200, 0.5).on_white == "#80b2e4"  # halfway to 255: 127.5, 177.5, 227.5, halves to even
-
-
-def test_shades_get_stronger() -> None:
-    assert [fill.alpha for fill in shades(3)] == [0.0, 0.25, 0.5]
-    assert [fill.alpha for fill in shades(1)] == [0.0]

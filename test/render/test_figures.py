@@ -109,7 +109,7 @@ def many_labels() -> Any:
 WITH_LEGENDS = [curves, histogram, timeline, agreement, kept, staleness, load, long_labels, many_labels]
 
 
-@pytest.mark.parametrize("background", ["default", "dark_background"])
+@pytest.mark.parametrize("background", ["default", pytest.param("dark_background", marks=pytest.mark.parity)])
 @pytest.mark.parametrize("draw", WITH_LEGENDS)
 def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
     with style.context(background):

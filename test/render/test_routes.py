@@ -37,13 +37,6 @@ def test_shares_by_hand() -> None:
     np.testing.assert_array_equal(layer_agreement(ENGINE[None], ENGINE[None, ..., ::-1]), [NAN, 1.0])
 
 
-def test_lines_hold_the_shares() -> None:
-    (axes,) = agreement_figure({"live": [NAN, 0.5, 0.9], "replayed": np.array([NAN, 1.0, 1.0])}).axes
-    assert [line.get_label() for line in axes.get_lines()] == ["live, mean 70.0%", "replayed, mean 100.0%"]
-    np.testing.assert_array_equal(axes.get_lines()[0].get_xydata(), [[1, 0.5], [2, 0.9]])
-    assert axes.get_title() == "agreement of trainer and engine" and axes.get_xlabel() == "layer"
-
-
 def test_layers_that_are_not_known_are_no_line() -> None:
     (line,) = agreement_figure({"none": [NAN, NAN]}).axes[0].get_lines()
     assert line.get_label() == "none" and len(line.get_xdata()) == 0
@@ -158,13 +151,6 @@ def test_every_count_lies_in_a_bin() -> None:
         assert np.histogram(counts, edges)[0].sum() == vocabulary and (np.diff(edges) > 0).all()
 
 
-def test_labels_say_tokens_and_median() -> None:
-    (axes,) = kept_figure({"top_p": [1, 2, 9], "none": []}, 16, "a title").axes
-    labels = [part.get_label() for part in (*axes.patches, *axes.get_lines())]
-    assert labels == ["top_p, 3 tokens, median 2", "none, 0 tokens", "the vocabulary, 16"]
-    assert axes.get_title() == "a title" and axes.get_xscale() == "log"
-
-
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -189,15 +175,6 @@ def test_rows_of_a_table_by_hand() -> None:
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
-def test_steps_hold_until_the_end() -> None:
-    loads = {"replica 0": [(0.0, 1), (2.0, 3)], "replica 1": [(0.0, 2)], "replica 2": []}
-    (axes,) = load_figure(loads, [(3.0, "replica 1 died")], "a call").axes
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    np.testing.assert_array_equal(lines["replica 0"].get_xydata(), [[0, 1], [2, 3], [3, 3]])
-    np.testing.assert_array_equal(lines["replica 1"].get_xydata(), [[0, 2], [3, 2]])
-    assert len(lines["replica 2"].get_xdata()) == 0
-    assert [text.get_text() for text in axes.texts] == ["replica 1 died"]
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("seconds", "requests in flight", "a call")
 
 
 NEAR = [(3.0, "SIGKILL"), (3.15, "replica 1 DEAD"), (3.7, "replica 1 STARTING"), (5.9, "replica 1 SERVING")]

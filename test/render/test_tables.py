@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,7 @@ import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from support.html_table import TableReader
-from torchrl_moe.render.tables import (
-    data_frame,
-    html_table,
-    in_notebook,
-    number_text,
-    one_line,
-    print_table,
-    share_text,
-    show_html,
-)
+from torchrl_moe.render.tables import data_frame, html_table, in_notebook, number_text, one_line, print_table, show_html
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -30,24 +20,12 @@ def test_title_header_rows_totals_and_note_stand_in_their_places() -> None:
     assert read.other == ["two replicas", "and more"]
 
 
-def test_what_is_not_given_leaves_no_trace() -> None:
-    html = html_table("", ["name"], [])
-    assert TableReader(html).rows == {"thead": [["name"]], "tbody": [], "tfoot": []}
-    for tag in ("caption", "tfoot", "div"):
-        assert tag not in html
-
-
 def test_every_text_is_escaped() -> None:
     nasty = "<script>alert('1')</script> & \"x\""
     html = html_table(nasty, [nasty], [[nasty]], [nasty], nasty)
     read = TableReader(html)  # refuses any tag that is not a table's
     assert read.rows == {"thead": [[nasty]], "tbody": [[nasty]], "tfoot": [[nasty]]}
     assert read.other == [nasty, nasty] and "<script" not in html
-
-
-def test_no_color_is_set_but_that_of_the_rules() -> None:
-    html = html_table("t", ["a"], [["b"]], ["c"])
-    assert "color: inherit" in html and "#" not in html
 
 
 @pytest.mark.parametrize(("rows", "footer"), [([["a"]], ["a", "b"]), ([["a", "b"]], ["a"])])
@@ -110,18 +88,6 @@ def test_without_rich_it_is_columns_of_text(capsys: CaptureFixture[str], monkeyp
     assert capsys.readouterr().out.splitlines() == ["two", "name  text    n", "   a  [red]   1", "  bb         20"]
 
 
-def test_without_rows_the_header_is_printed(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
-    print_table("none", HEADER, [])
-    monkeypatch.setitem(sys.modules, "rich.box", None)
-    print_table("none", HEADER, [])
-    assert capsys.readouterr().out.count("name") == 2
-
-
-def test_a_printed_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="a row has 1 cells, the header 3"):
-        print_table("", HEADER, [("a",)])
-
-
 # -- data frames ------------------------------------------------------------------------------------------------------
 def test_each_row_is_a_row() -> None:
     table = data_frame([{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.75}])
@@ -144,10 +110,6 @@ def test_a_number(value: float | None, expected: str) -> None:
     assert number_text(value) == expected
 
 
-def test_a_share() -> None:
-    assert [share_text(value) for value in (0.0, 0.5, None, float("nan"))] == ["0.0%", "50.0%", "–", "–"]
-
-
 # -- notebooks --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("shell", "expected"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=object()), True)]
@@ -155,12 +117,6 @@ def test_a_share() -> None:
 def test_a_notebook_has_a_kernel(shell: Any, expected: bool, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     assert in_notebook() is expected
-
-
-def test_nothing_is_imported_to_know_it() -> None:
-    code = "import sys; from torchrl_moe.render.tables import in_notebook as f; print(f(), 'IPython' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False", "False"]
 
 
 def test_html_is_shown_with_its_text(monkeypatch: MonkeyPatch) -> None:

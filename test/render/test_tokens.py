@@ -48,11 +48,6 @@ def test_half_a_character_has_the_tokenizers_name() -> None:
     assert TokenTexts(TOKENIZER).of([0xC3, 97]) == [TOKENIZER.convert_ids_to_tokens(0xC3), "a"]
 
 
-def test_without_a_tokenizer_it_is_the_number() -> None:
-    texts = TokenTexts(None)
-    assert texts.of([5, 258]) == ["5 ", "258 "] and not texts.is_special(258)
-
-
 def test_an_id_outside_of_the_vocabulary_is_shown_as_such() -> None:
     class Strict:
         all_special_ids = ()
@@ -63,17 +58,6 @@ def test_an_id_outside_of_the_vocabulary_is_shown_as_such() -> None:
         convert_ids_to_tokens = decode
 
     assert TokenTexts(Strict()).of([7]) == ["⟨7⟩"] and TokenTexts(TOKENIZER).of([100_000]) == ["⟨100000⟩"]
-
-
-def test_each_text_is_decoded_once() -> None:
-    calls: list[list[int]] = []
-
-    class Counting:
-        def decode(self, ids: list[int], **_: Any) -> str:
-            calls.append(ids)
-            return "a"
-
-    assert TokenTexts(Counting()).of([1, 2, 1, 1]) == ["a"] * 4 and calls == [[1], [2]]
 
 
 # -- token sample -----------------------------------------------------------------------------------------------------
@@ -261,14 +245,6 @@ def test_probabilities(log_prob: float | None, label: str | None) -> None:
     assert make_scale([sample(token(log_prob=log_prob))], "log_probs").label(token(log_prob=log_prob)) == label
 
 
-def test_the_rarer_the_stronger() -> None:
-    likely, unlikely = token(log_prob=-0.01), token(log_prob=-9.0)
-    fills = make_scale([sample(likely, unlikely)], "log_probs").fills
-    assert fills["p ≥ 0.9"].alpha == 0 and fills["p < 0.01"].alpha == 0.5
-    fills = make_scale([sample(token(kept=1), token(kept=0))], "kept").fills
-    assert fills["all words"].alpha == 0 and fills["1 word"].alpha == 0.5
-
-
 def test_another_color_is_refused() -> None:
     with pytest.raises(ValueError, match="color must be one of 'versions', 'experts', 'kept', 'log_probs', got 'red'"):
         make_scale([], "red")  # type: ignore[arg-type]
@@ -365,12 +341,6 @@ def test_a_title_says_all_that_is_known() -> None:
     assert Reader(samples_html([sample(known)], make_scale([sample(known)]))).titles == [describe(known)]
 
 
-def test_a_title_names_a_few_layers() -> None:
-    deep = token(experts={layer: (0,) for layer in range(48)})
-    assert describe(deep).split("\n")[-1] == "and 40 more layers"
-    assert describe(deep, layer=40).split("\n")[1:] == ["layer 40: experts 0"]
-
-
 def test_the_legend_counts_and_parts_are_named() -> None:
     shown = [sample(token("q", part="prompt"), token(version=1), token(version=1), 5, token("o", part="observation"))]
     text = Reader(samples_html(shown, make_scale(shown))).text
@@ -378,15 +348,6 @@ def test_the_legend_counts_and_parts_are_named() -> None:
     for words in ("[prompt] q", "[response] aa", "… 5 more tokens …", "[observation] o", "special token"):
         assert words in text
     assert "not known" in Reader(samples_html([], make_scale([]))).text
-
-
-def test_colors_let_the_pages_own_text_be_seen() -> None:
-    shown = [sample(token(version=1, special=True))]
-    for style in Reader(samples_html(shown, make_scale(shown))).styles:
-        for rule in filter(None, style.split(";")):
-            name, value = rule.split(":")
-            assert name != "color" or value == "inherit"
-            assert name != "background" or value == "transparent" or value.startswith("rgba(")
 
 
 def test_long_rollouts_of_deep_models_stay_small() -> None:

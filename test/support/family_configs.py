@@ -312,10 +312,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": by_list("softmax_normalised", {**E, "norm_topk_prob": True}),
     "qwen3_next": by_list("softmax_normalised", {**E, **DELTA, **SHARED}),
     "qwen3_vl_moe": by_list(
-        "softmax_normalised",
-        {**LOCAL, **MROPE},
-        model_class="Qwen3VLMoeForConditionalGeneration",
-        notes="text only",
+        "softmax_normalised", {**LOCAL, **MROPE}, model_class="Qwen3VLMoeForConditionalGeneration", notes="text only"
     ),
     "qwen4_exp": {
         "formula": "softmax_normalised",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe._compat_transformers import checkpoint_activations as checkpoint_activations
+
 
 def loss_of(logits: Tensor) -> Tensor:
     """Any scalar that every logit enters with another weight."""

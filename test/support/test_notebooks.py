@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from support import notebooks
-from support.notebooks import Settings, cleaned, differences, executed, problems, with_head
+from support.notebooks import Settings, cleaned, differences, problems, with_head
 
 SETTINGS = Settings("https://github.com/someone/fork", "dev", ["vllm"], ["torch"], "01_a")
 BADGE = "https://colab.research.google.com/github/someone/fork/blob/dev/tutorials/01_a.ipynb)\n\n# A title"
@@ -174,40 +174,45 @@ print(os.listdir(), Path(torchrl_moe.__file__).parent.parent == Path({root!r}), 
 
 
 def test_a_run_is_in_an_empty_folder_over_this_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    stored = made(new_code_cell(PROGRAM.format(root=str(notebooks.ROOT), python=sys.executable)))
-    run = executed(stored)
-    text, value = run.cells[2].outputs
-    assert "left.txt" in text.text
-    assert text.text.endswith("True True\n")
-    assert value.data == {"text/plain": "2"}
-    assert stored.cells[2].outputs == []
-    assert not (tmp_path / "left.txt").exists()
-    assert [cell.execution_count for cell in run.cells if cell.cell_type == "code"] == [1, 2]
-    assert run.cells[1].outputs == []  # torch is here: nothing to install
-
-
-def test_a_cell_that_raises_ends_the_run() -> None:
-    with pytest.raises(CellExecutionError, match="KeyError"):
-        executed(made(new_code_cell("{}['nothing']")))
-
-
-def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the command writes what it shows; a cell that raises ends it."""
     settings = tmp_path / "notebooks.toml"
     lines = ['repository = "https://github.com/someone/fork"', 'branch = "dev"', 'in_tests = "01_a"']
     settings.write_text("\n".join([*lines, 'extras = ["vllm"]', 'modules = ["torch"]']), encoding="utf-8")
     monkeypatch.setattr(notebooks, "FOLDER", tmp_path)
     monkeypatch.setattr(notebooks, "SETTINGS", settings)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "01_a.ipynb"
-    stored = made(new_code_cell("print('one')"))
+    stored = made(new_code_cell(PROGRAM.format(root=str(notebooks.ROOT), python=sys.executable)))
     stored.cells[0].source = "# A title"
     notebooks.save(stored, path)
     assert notebooks.main(["--heads"]) == 0
     assert notebooks.read(path).cells[0].source.endswith(BADGE)
-    assert notebooks.main(["01"]) == 1
-    assert "cell 3 showed" in capsys.readouterr().err
     assert notebooks.main(["--write"]) == 0
-    assert notebooks.read(path).cells[2].outputs == [stream("one\n")]
+    run = notebooks.read(path)
+    text, value = run.cells[2].outputs
+    assert "left.txt" in text.text
+    assert text.text.endswith("True True\n")
+    assert value.data == {"text/plain": "2"}
+    assert not (tmp_path / "left.txt").exists()
+    assert [cell.execution_count for cell in run.cells if cell.cell_type == "code"] == [1, 2]
+    assert run.cells[1].outputs == []  # torch is here: nothing to install
+
+
+def test_a_run_that_raises_or_shows_something_else_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a kernel: what a run gave is given here."""
+    monkeypatch.setattr(notebooks, "FOLDER", tmp_path)
+    notebooks.save(made(new_code_cell("print('one')")), tmp_path / "01_a.ipynb")
+    ran = made(new_code_cell("print('one')", outputs=[stream("one\n")]))
+
+    def raised(*_: Any) -> NotebookNode:
+        raise CellExecutionError("", "KeyError", "nothing")
+
+    for run, said in ((lambda *_: ran, "cell 3 showed"), (raised, "KeyError")):
+        monkeypatch.setattr(notebooks, "executed", run)
+        assert notebooks.main(["01"]) == 1
+        assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
         notebooks.main(["02"])
     assert "no notebook begins with 02: there are 01_a" in capsys.readouterr().err

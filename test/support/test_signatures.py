@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.signatures import alone, compare, has_member, parameters, public_members, shared_methods
-
-UNSET = object()
+from support.signatures import compare, has_member, parameters, public_members, shared_methods
 
 
 def theirs(model: Any, size: int = 1, *, mode: str = "a", late: bool = False) -> None: ...
@@ -47,33 +45,6 @@ def test_differences(ours: Callable[..., Any], differences: dict[str, set[str]])
     assert found(ours) == differences
 
 
-def test_defaults_as_shown() -> None:
-    def one(
-        a: int, b: Any = UNSET, c: Any = float("nan"), d: Any = dict, e: Any = len, *args: Any, **rest: Any
-    ) -> None: ...
-
-    rows = compare(parameters(one), parameters(one))
-    assert [(row.name, row.theirs) for row in rows] == [
-        ("a", "required"),
-        ("b", "unset"),
-        ("c", "nan"),
-        ("d", "dict"),
-        ("e", "len"),
-        ("*args", ""),
-        ("**rest", ""),
-    ]
-    assert not any(row.differences for row in rows)
-    lost = {row.name: set(row.differences) for row in compare(parameters(one), parameters(theirs)) if row.differences}
-    assert lost["*args"] == lost["**rest"] == {"absent"}
-
-
-def test_what_only_ours_has() -> None:
-    def ours(model: Any, *more: Any, extra: int = 1, **rest: Any) -> None: ...
-
-    assert alone(parameters(theirs), parameters(ours)) == ["*more", "extra", "**rest"]
-    assert alone(parameters(ours), parameters(ours)) == []
-
-
 class Base:
     def __init__(self, a: int, b: int = 2) -> None:
         self.a = a
@@ -102,22 +73,6 @@ def test_members() -> None:
     assert not has_member(type("Other", (), {"kept": 3}), "kept", like=Base)  # a method there
     assert list(parameters(Base, "changed")) == ["x"]
     assert list(parameters(Base, "made")) == ["path"]
-
-
-def test_arguments_handed_on_count_between_classes_of_ours_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(parameters(Child)) == ["a", "b", "arguments"]
-    for cls in (Base, Child):
-        monkeypatch.setattr(cls, "__module__", "torchrl_moe.made_up")
-    handed_on = parameters(Child)
-    assert list(handed_on) == ["a", "b"]
-    assert handed_on["b"].default == 3
-
-
-def test_a_loss_of_ours_takes_what_its_base_takes() -> None:
-    from torchrl_moe.objectives import CISPOLoss, GRPOLoss
-
-    assert set(parameters(CISPOLoss)) == set(parameters(GRPOLoss))
-    assert parameters(CISPOLoss)["clip_epsilon"].default == (1.0, 4.0)
 
 
 def test_a_class_that_was_an_actor_has_the_parameters_that_it_was_written_with() -> None:

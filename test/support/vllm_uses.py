@@ -1,449 +1,394 @@
-"""What our source uses of vLLM, and whether a release has it: imports, attributes, arguments, replaced methods, texts.
+"""What our source uses of vLLM, and whether a release, which is read and not run, has it.
 
-Nothing is listed by hand: a line that is written tomorrow is looked up tomorrow. ``vllm_names.py`` says of which class
-a value is that is ``Any`` in our code; a value of which nobody says so is reported, too.
+Looked up are imports, dotted names and environment variables in texts, keywords of what is called by an imported name,
+members of values whose annotation names a class of vLLM, methods that replace vLLM's, and parameters of kernels that
+ours replace. What an annotation does not say is not looked up: `make install-check` runs each release.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import hashlib
+import importlib.util
+import os
 import re
+import tarfile
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support import vllm_names
-from support.vllm_source import Defined, Found, Function, Sources, targets
-from support.vllm_types import Reader, Scope, Type, inside, paths
-
+INDEX = "https://pypi.org/simple/vllm/"
 DOTTED = re.compile(r"vllm(\.\w+)+")
 OURS = re.compile(r"_?torchrl_moe\w*")
 """Attributes that we put on objects of vLLM."""
 
+FIELDS = {
+    "modules/backends/vllm/engine_args.py:DEFAULTS": "vllm.engine.arg_utils.AsyncEngineArgs",
+    "modules/backends/vllm/continuation.py:STATEFUL": "vllm.sampling_params.SamplingParams",
+    "modules/backends/replica.py:KEEPS_ALL": "vllm.sampling_params.SamplingParams",
+}
+"""``file:name`` of a tuple or a mapping of fields' names -> their class."""
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What ``vllm_names.py`` says.
+OPTIONAL = {
+    "vllm.v1.worker.gpu_worker.HAS_TRITON": "0.33 asks there; 0.32 in the configuration, which is set, too",
+}
+"""What not every release has, as it would be reported -> why that is right."""
 
-    Attributes:
-        objects: a name, or ``file:name`` -> the class of what it names, as an annotation over dotted paths.
-        mixed: a class of ours -> the one of vLLM that it is mixed into.
-        fields: ``file:name`` of a tuple or mapping of field names -> their class.
-        unresolved: ``file:expression``, or ``file:*`` for all of a file -> why nobody can say what it is.
-        optional: what not every release has, as it is reported -> why that is right.
-    """
-
-    objects: dict[str, str] = field(default_factory=dict)
-    mixed: dict[str, str] = field(default_factory=dict)
-    fields: dict[str, str] = field(default_factory=dict)
-    unresolved: dict[str, str] = field(default_factory=dict)
-    optional: dict[str, str] = field(default_factory=dict)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-OWN = Names(vllm_names.OBJECTS, vllm_names.MIXED_INTO, vllm_names.FIELDS, vllm_names.UNRESOLVED, vllm_names.NOT_IN_EACH)
+@dataclass(frozen=True)
+class Found:
+    """Where a name leads: a module, or the statement in it that binds the name."""
+
+    module: str
+    node: ast.AST | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}.{getattr(self.node, 'name', '')}".rstrip(".")
+
+
+class Sources:
+    """The Python files of packages, by the folders that hold them."""
+
+    def __init__(self, roots: Mapping[str, Path]) -> None:
+        self.roots = dict(roots)
+        self.tree = functools.cache(self._tree)
+        self.bindings = functools.cache(self._bindings)
+        self.find = functools.cache(self._find)
+        self.member = functools.cache(self._member)
+
+    def file(self, module: str) -> Path | None:
+        parts = module.split(".")
+        path = self.roots.get(parts[0], Path("/nowhere")).joinpath(*parts)
+        return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+    def _tree(self, module: str) -> ast.Module:
+        file = self.file(module)
+        return ast.parse("" if file is None else file.read_text(encoding="utf-8"))
+
+    def _bindings(self, module: str) -> dict[str, list[ast.AST]]:
+        found: dict[str, list[ast.AST]] = {}
+        imports = (one for one in ast.walk(self.tree(module)) if isinstance(one, ast.Import | ast.ImportFrom))
+        for statement in {*statements(self.tree(module)), *imports}:  # imports in functions too
+            for name in names_bound(statement):
+                found.setdefault(name, []).append(statement)
+        return found
+
+    def _find(self, module: str, name: str, seen: frozenset[str] = frozenset()) -> list[Found]:
+        """What a name of a module is, through imports; nothing if it is not there, a module for one of others."""
+        if module.split(".")[0] not in self.roots:
+            return [Found(f"{module}.{name}")]
+        found: list[Found] = []
+        for statement in self.bindings(module).get(name, ()):
+            if isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    if (alias.asname or alias.name) == name:
+                        found += self.find(self.home(module, statement), alias.name, seen)
+            elif isinstance(statement, ast.Import):
+                found += [Found(one.name if one.asname else name) for one in statement.names
+                          if (one.asname or one.name.split(".")[0]) == name]  # fmt: skip
+            else:
+                found.append(Found(module, statement))
+        if not found and self.file(f"{module}.{name}"):
+            found.append(Found(f"{module}.{name}"))
+        if not found and module not in seen:  # modules may star each other; lazy packages list names as texts
+            for statement in statements(self.tree(module)):
+                if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                    found += self.find(self.home(module, statement), name, seen | {module})
+            if "__getattr__" in self.bindings(module) and name in texts(self.tree(module)):
+                found.append(Found(f"{module}.{name}"))
+        return found
+
+    def home(self, module: str, statement: ast.ImportFrom) -> str:
+        """The module that a statement imports from."""
+        file = self.file(module)
+        up = statement.level - (file is not None and file.name == "__init__.py")
+        parts = module.split(".")[: len(module.split(".")) - up] if statement.level else []
+        return ".".join([*parts, *filter(None, [statement.module])])
+
+    def resolve(self, module: str, expression: ast.expr | None) -> list[Found]:
+        """The classes that an annotation or a dotted name in a module names, ``X | None`` and texts taken apart."""
+        match expression:
+            case ast.Name():
+                return self.find(module, expression.id)
+            case ast.Attribute():
+                return [two for one in self.resolve(module, expression.value) if one.node is None
+                        for two in self.find(one.module, expression.attr)]  # fmt: skip
+            case ast.BinOp():
+                return self.resolve(module, expression.left) + self.resolve(module, expression.right)
+            case ast.Constant(value=str() as text) if re.fullmatch(r"[^\W\d]\w*(\.\w+)*", text):
+                return self.resolve(module, ast.parse(text, mode="eval").body)
+        return []
+
+    def lineage(self, owner: Found) -> Iterator[Found]:
+        """A class and its bases; one of another package has no statement."""
+        yield owner
+        for base in getattr(owner.node, "bases", ()):
+            for one in self.resolve(owner.module, base.value if isinstance(base, ast.Subscript) else base):
+                if one.node is not owner.node:
+                    yield from self.lineage(one)
+
+    def _member(self, owner: Found, name: str) -> tuple[Found, ast.AST, Function | None] | None:
+        """Where a class has a member: the class, the statement, and the method that sets it."""
+        for one in self.lineage(owner):
+            for statement in statements(one.node) if one.node is not None else ():
+                if name in names_bound(statement):
+                    return one, statement, None
+                for part in ast.walk(statement) if isinstance(statement, Function) else ():
+                    if any(isinstance(t, ast.Attribute) and ast.unparse(t) == f"self.{name}" for t in targets(part)):
+                        return one, part, statement  # type: ignore[return-value]
+        return None
 
 
 @dataclass
 class Report:
-    """What was found.
-
-    Attributes:
-        used: what was looked up and is there.
-        missing: what is not there, with its place.
-        optional: what our code asks for before it uses it -> whether it is there.
-        unresolved: ``file:expression`` of values of which it is not known what they are, and which the table does not
-            name -> their places.
-        named: the entries of :class:`Names` that were used.
-    """
+    """What was looked up and is there, what is not, with its place, and which entries of the tables were met."""
 
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
-    optional: dict[str, bool] = field(default_factory=dict)
-    unresolved: dict[str, list[str]] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
 
 
-def uses(ours: Path, package: str, release: Path, names: Names = OWN) -> Report:
-    """Look up all that a package uses.
+class Search:
+    """Looks up all that a package uses; ``ours`` and ``release`` are the folders that hold it and vLLM."""
 
-    Args:
-        ours: the folder that holds our package.
-        package: its name.
-        release: the folder that holds vLLM.
-        names: of values that are ``Any`` in our code.
-    """
-    return _Search(ours, package, release, names).run()
+    def __init__(self, ours: Path, package: str, release: Path) -> None:
+        self.sources, self.report = Sources({package: ours, "vllm": release}), Report()
+        self.module = self.path = ""
+        files = sorted(ours.joinpath(package).rglob("*.py"))
+        self.called = {name for file in files for name in re.findall(r"\.(\w+)", file.read_text(encoding="utf-8"))}
+        for file in files:
+            self.module = ".".join(file.relative_to(ours).with_suffix("").parts).removesuffix(".__init__")
+            self.path = str(file.relative_to(ours / package))
+            self.walk(self.sources.tree(self.module), {})
 
-
-class _Search:
-    def __init__(self, ours: Path, package: str, release: Path, names: Names) -> None:
-        self.sources = Sources({package: ours, "vllm": release})
-        self.names, self.report = names, Report()
-        self.root, self.package = ours, package
-        self.reader = Reader(self.sources, self._named, names.mixed)
-        self.path, self.faces_vllm = "", False
-        self.called: set[str] = set()
-        self._asked: dict[int, set[tuple[str, str]]] = {}
-
-    def run(self) -> Report:
-        texts = {file: file.read_text(encoding="utf-8") for file in self.root.joinpath(self.package).rglob("*.py")}
-        self.called = {name for text in texts.values() for name in re.findall(r"\.(\w+)", text)}
-        for file in sorted(texts):
-            self.path = str(file.relative_to(self.root / self.package))
-            is_facing = _is_facing(self.path)
-            has_fields = any(key.startswith(f"{self.path}:") for key in self.names.fields)
-            if (
-                not (is_facing or has_fields)
-                and re.search(r"\b(import|from) vllm\b|\"(vllm\.|VLLM_)", texts[file]) is None
-            ):
-                continue
-            module = self._module(file)
-            tree = self.sources.tree(module)
-            self.faces_vllm = is_facing or any(_imports_vllm(part) for part in ast.walk(tree))
-            self._walk(tree, self.reader.scope(module, None, None))
-        return self.report
-
-    def _module(self, file: Path) -> str:
-        return ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
-
-    def _named(self, name: str, scope: Scope) -> str | None:
-        file = self.sources.file(scope.module)
-        if scope.module.split(".")[0] != self.package or file is None:
-            return None
-        path = str(file.relative_to(self.root / self.package))
-        if not _is_facing(path) and f"{path}:{name}" not in self.names.objects:
-            return None
-        for key in (f"{path}:{scope.name}:{name}", f"{path}:{name}", name.lstrip("_")):
-            if key in self.names.objects:
-                self.report.named.add(key)
-                return self.names.objects[key]
-        return None
-
-    # -- the walk ---------------------------------------------------------------------------------------------------
-
-    def _walk(self, node: ast.AST, scope: Scope) -> None:
-        for part in ast.iter_child_nodes(node):
-            inner = scope
-            if isinstance(part, ast.ClassDef):
-                owner = Found(scope.module, part)
-                self._check_class(owner, scope)
-                inner = self.reader.scope(scope.module, owner, None, scope if scope.function else None)
-            elif isinstance(part, Function):
-                inner = self.reader.scope(scope.module, scope.owner, part, scope if scope.function else None)
-            if not isinstance(part, Defined):
-                self._check(part, scope)
-            self._walk(part, inner)
-
-    def _check(self, node: ast.AST, scope: Scope) -> None:
-        match node:
-            case ast.ImportFrom() if _imports_vllm(node):
-                self._check_import(node, scope)
-            case ast.Import():
-                for alias in node.names:
-                    if alias.name.split(".")[0] == "vllm":
-                        self._note(self.sources.has(alias.name), alias.name, node, scope)
-            case ast.Attribute():
-                self._check_attribute(node, node.value, node.attr, scope)
-            case ast.Call():
-                self._check_call(node, scope)
-            case ast.Constant(value=str() as text):
-                self._check_text(text, node, scope)
-            case ast.JoinedStr() if (text := self._folded(node, scope)) is not None:
-                self._check_text(text, node, scope)
-            case ast.Dict():
-                self._check_replacements(node, scope)
-            case ast.Assign() | ast.AnnAssign() if scope.function is None:
-                self._check_fields(node, scope)
-
-    def _note(self, there: bool, what: str, node: ast.AST, scope: Scope, optional: bool = False) -> None:
-        if what in self.names.optional:
+    def note(self, there: bool, what: str, node: ast.AST) -> None:
+        if what in OPTIONAL:
             self.report.named.add(what)
-        if optional or what in self.names.optional:
-            self.report.optional[what] = there
         elif there:
             self.report.used.add(what)
         else:
             self.report.missing.append(f"{self.path}:{getattr(node, 'lineno', 0)}: {what}")
 
-    def _check_import(self, node: ast.ImportFrom, scope: Scope) -> None:
-        home = str(node.module)
-        for alias in node.names:
-            there = self.sources.has(home) and bool(
-                self.sources.imported(home, alias.name) or alias.name in self.sources.names(home)
-            )
-            self._note(there, f"{home}.{alias.name}", node, scope)
+    def walk(self, node: ast.AST, typed: dict[str, list[Found]]) -> None:
+        """``typed``: names whose annotation names a class of vLLM."""
+        for part in ast.iter_child_nodes(node):
+            inner = typed
+            if isinstance(part, Function):
+                arguments = [*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs]
+                given = {one.arg: self.sources.resolve(self.module, one.annotation) for one in arguments}
+                inner = {**{name: found for name, found in typed.items() if name not in given}, **given}
+                for name in {t.id for one in ast.walk(part) for t in targets(one) if isinstance(t, ast.Name)}:
+                    inner[name] = []  # it may be another value
+            elif isinstance(part, ast.ClassDef):
+                self.check_class(Found(self.module, part))
+            self.check(part, inner)
+            self.walk(part, inner)
 
-    def _check_text(self, text: str, node: ast.expr, scope: Scope) -> None:
-        """Dotted names of vLLM, and its environment variables, in a text of their own."""
+    def check(self, node: ast.AST, typed: dict[str, list[Found]]) -> None:
+        match node:
+            case ast.ImportFrom(module=str() as home, level=0) if home.split(".")[0] == "vllm":
+                for alias in node.names:
+                    self.note(bool(self.sources.find(home, alias.name)), f"{home}.{alias.name}", node)
+            case ast.Import():
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "vllm":
+                        self.note(self.sources.file(alias.name) is not None, alias.name, node)
+            case ast.Constant(value=str() as text):
+                self.check_text(text, node)
+            case ast.JoinedStr() if (text := self.folded(node)) is not None:
+                self.check_text(text, node)
+            case ast.Attribute():
+                for one in self.types(node.value, typed):
+                    if not OURS.fullmatch(node.attr) and not node.attr.startswith("__"):
+                        self.note(self.may_have(one, node.attr), f"{one}.{node.attr}", node)
+            case ast.Call():
+                self.check_call(node)
+            case ast.Dict():
+                self.check_replacements(node)
+            case ast.Assign() | ast.AnnAssign():
+                self.check_fields(node)
+
+    def types(self, value: ast.expr, typed: dict[str, list[Found]]) -> list[Found]:
+        """The classes of vLLM that a value is of, as annotations say, and the modules."""
+        if isinstance(value, ast.Name):
+            imported = self.sources.find(self.module, value.id) if value.id not in typed else []
+            modules = [one for one in imported if one.node is None and self.sources.file(one.module)]
+            found = typed.get(value.id, modules)
+        elif isinstance(value, ast.Attribute):
+            found = [two for one in self.types(value.value, typed) for two in self.type_of_member(one, value.attr)]
+        else:
+            found = []
+        known = [one for one in found if isinstance(one.node, ast.ClassDef) or one.node is None]
+        return known if all(one.module.split(".")[0] == "vllm" for one in known) else []
+
+    def type_of_member(self, owner: Found, name: str) -> list[Found]:
+        if owner.node is None:
+            return self.sources.find(owner.module, name)
+        home, node, method = self.sources.member(owner, name) or (owner, None, None)
+        if isinstance(node, Function) and any("property" in ast.unparse(one) for one in node.decorator_list):
+            return self.sources.resolve(home.module, node.returns)
+        if isinstance(node, ast.AnnAssign):
+            return self.sources.resolve(home.module, node.annotation)
+        if isinstance(node, ast.Assign) and method is not None and isinstance(node.value, ast.Name):
+            stated = {one.arg: one.annotation for one in method.args.args}
+            return self.sources.resolve(home.module, stated.get(node.value.id))
+        return []
+
+    def may_have(self, owner: Found, name: str) -> bool:
+        if owner.node is None:
+            return bool(self.sources.find(owner.module, name))
+        others = [one for one in self.sources.lineage(owner) if one.node is None]
+        return self.sources.member(owner, name) is not None or any(one.module != "abc.ABC" for one in others)
+
+    def check_text(self, text: str, node: ast.AST) -> None:
         if DOTTED.fullmatch(text):
-            self._note(self.sources.has(text) or bool(self._at(text)), text, node, scope)
+            home, _, name = text.rpartition(".")
+            self.note(self.sources.file(text) is not None or bool(self.sources.find(home, name)), text, node)
         elif re.fullmatch(r"VLLM_[A-Z0-9_]+", text):
-            there = text in self.sources.texts("vllm.envs") | self.sources.names("vllm.envs")
-            self._note(there, f"the environment variable {text}", node, scope)
+            there = text in {*texts(self.sources.tree("vllm.envs")), *self.sources.bindings("vllm.envs")}
+            self.note(there, f"the environment variable {text}", node)
 
-    def _at(self, path: str) -> list[Found]:
-        home, _, name = path.rpartition(".")
-        return self.sources.imported(home, name) if self.sources.has(home) else []
-
-    def _folded(self, node: ast.expr | None, scope: Scope) -> str | None:
-        """Return a text that is put together from constants of its module; ``None`` if it is not."""
-        if isinstance(node, ast.Constant):
-            return str(node.value) if isinstance(node.value, str) else None
-        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
-            found = [one.node for one in self.sources.find(scope.module, node.value.id)]
-            return self._folded(found[0].value, scope) if found and isinstance(found[0], ast.Assign) else None
-        if isinstance(node, ast.JoinedStr):
-            parts = [self._folded(part, scope) for part in node.values]
-            return None if None in parts else "".join(part for part in parts if part is not None)
+    def folded(self, node: ast.AST | None) -> str | None:
+        """A text that is put together from constants of its module; ``None`` if it is not."""
+        match node:
+            case ast.Constant(value=str() as text):
+                return text
+            case ast.FormattedValue(value=ast.Name(id=name)):
+                (statement, *_) = self.sources.bindings(self.module).get(name, [None])
+                return self.folded(statement.value) if isinstance(statement, ast.Assign) else None
+            case ast.JoinedStr():
+                parts = [self.folded(part) for part in node.values]
+                return None if None in parts else "".join(map(str, parts))
         return None
 
-    def _check_replacements(self, node: ast.Dict, scope: Scope) -> None:
-        """Functions of ours for functions of vLLM, by dotted names: parameters go by name, ``x`` for ``x_ptr``."""
-        for key, value in zip(node.keys, node.values, strict=True):
-            path = self._folded(key, scope)
-            if path is None or DOTTED.fullmatch(path) is None:
+    def check_call(self, node: ast.Call) -> None:
+        """Keywords, and what is required, where vLLM's own name is called."""
+        for called in self.sources.resolve(self.module, node.func):
+            if called.module.split(".")[0] != "vllm" or (found := self.parameters(called)) is None:
                 continue
-            theirs = [one.node for one in self._at(path) if isinstance(one.node, Function)]
-            ours = [one.of for one in self.reader.types(value, scope) if one.kind == "function"]
-            if theirs and ours and ours[0] is not None:
-                signature = self._signature(Type("function", ours[0]))
-                assert signature is not None
-                parameters = theirs[0].args
-                given = {one.arg.removesuffix("_ptr") for one in [*parameters.args, *parameters.kwonlyargs]}
-                for name in sorted(signature[2] - given):
-                    self._note(False, f"{path}({name}), which {ours[0]} needs", value, scope)
+            names, required, is_open = found
+            given = {word.arg for word in node.keywords if word.arg}
+            wrong = set() if is_open else {f"no {name}=" for name in given - {*names}}
+            if all(word.arg for word in node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args):
+                wrong |= {f"{name}= is required" for name in required - given - {*names[: len(node.args)]}}
+            self.note(not wrong, f"{called}({', '.join(sorted(wrong) or sorted(given))})", node)
 
-    # -- attributes -------------------------------------------------------------------------------------------------
-
-    def _check_attribute(self, node: ast.AST, value: ast.expr, name: str, scope: Scope, optional: bool = False) -> None:
-        found = self.reader.types(value, scope)
-        theirs = [one for one in found if self._of_vllm(one)]
-        if theirs and not OURS.fullmatch(name):
-            there = not all(self.reader.lacks(one, name) for one in theirs)
-            if there or len(theirs) == len(found):
-                what = f"{' | '.join(sorted(str(one.of) for one in theirs))}.{name}"
-                self._note(there, what, node, scope, optional or (not there and self._is_asked(value, name, scope)))
-        elif self.faces_vllm and found and all(one.kind == "unknown" for one in found) and not name.startswith("__"):
-            self._note_unresolved(self._root(value, scope), f"{scope.name}: {ast.unparse(value)}.{name}")
-
-    def _note_unresolved(self, value: ast.expr, place: str) -> None:
-        key = f"{self.path}:{ast.unparse(value)}"
-        known = {key, f"{self.path}:*"} & {*self.names.unresolved}
-        self.report.named |= known
-        if not known:
-            self.report.unresolved.setdefault(key, []).append(place)
-
-    def _of_vllm(self, one: Type) -> bool:
-        if one.kind == "module":
-            return one.of is not None and one.of.module.split(".")[0] == "vllm"
-        if one.kind not in ("instance", "class", "super") or one.of is None:
-            return False
-        if one.of.module.split(".")[0] == "vllm":
-            return True
-        if str(one.of) in self.names.mixed:
-            return True
-        return one.of.node is not None and any(
-            base.module.split(".")[0] == "vllm" for base in self.sources.lineage(one.of)
-        )
-
-    def _root(self, value: ast.expr, scope: Scope) -> ast.expr:
-        """Return the first part of an expression of which it is not known what it is."""
-        inner = getattr(value, "func", None) or getattr(value, "value", None)
-        found = self.reader.types(inner, scope) if isinstance(inner, ast.expr) else ()
-        if isinstance(inner, ast.expr) and found and all(one.kind == "unknown" for one in found):
-            return self._root(inner, scope)
-        return value
-
-    def _is_asked(self, value: ast.expr, name: str, scope: Scope) -> bool:
-        """Whether the function asks ``hasattr``, or ``getattr`` with a default, before it uses an attribute."""
-        function = scope.function
-        if function is None:
-            return False
-        if id(function) not in self._asked:
-            self._asked[id(function)] = {
-                (ast.unparse(part.args[0]), str(part.args[1].value))
-                for part in inside(function)
-                if isinstance(part, ast.Call)
-                and isinstance(part.func, ast.Name)
-                and (part.func.id == "hasattr" or (part.func.id == "getattr" and len(part.args) == 3))
-                and isinstance(part.args[1], ast.Constant)
-            }
-        return (ast.unparse(value), name) in self._asked[id(function)]
-
-    # -- calls ------------------------------------------------------------------------------------------------------
-
-    def _check_call(self, node: ast.Call, scope: Scope) -> None:
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
-            self._check_named_attribute(node, node.func.id, scope)
-            return
-        called = [one for one in self.reader.types(node.func, scope) if one.kind in ("class", "function")]
-        theirs = [one for one in called if one.of is not None and one.of.module.split(".")[0] == "vllm"]
-        wrong = [self._wrong_arguments(one, node) for one in theirs]
-        if wrong and all(wrong):
-            names = " | ".join(sorted(str(one.of) for one in theirs))
-            self._note(False, f"{names}({', '.join(sorted(set().union(*wrong)))})", node, scope)
-        for one in theirs:
-            self.report.used |= {f"{one.of}({word.arg}=)" for word in node.keywords if word.arg}
-
-    def _check_named_attribute(self, node: ast.Call, how: str, scope: Scope) -> None:
-        optional = how == "hasattr" or (how == "getattr" and len(node.args) == 3)
-        pairs = self._named_pairs(node.args[0], node.args[1], scope)
-        for value, name in pairs:
-            self._check_attribute(node, value, name, scope, optional)
-        if not pairs and self.faces_vllm and any(self._of_vllm(one) for one in self.reader.types(node.args[0], scope)):
-            self._note_unresolved(node, f"{scope.name}: {ast.unparse(node)}")
-
-    def _named_pairs(self, value: ast.expr, name: ast.expr, scope: Scope) -> list[tuple[ast.expr, str]]:
-        """Return the attributes that are named: by a text, or by those that a loop goes through, with their objects."""
-        if isinstance(name, ast.Constant):
-            return [(value, str(name.value))]
-        pairs = []
-        for loop in inside(scope.function) if scope.function is not None and isinstance(name, ast.Name) else ():
-            if not isinstance(loop, ast.For | ast.comprehension):
-                continue
-            for path in paths(loop.target, ast.unparse(name)):
-                rows = self._listed(loop.iter, scope)
-                of_row = list(paths(loop.target, ast.unparse(value)))
-                for row in rows:
-                    one = _at_path(row, path)
-                    owner = _at_path(row, of_row[0]) if of_row else value
-                    if not isinstance(one, ast.Constant) or owner is None:
-                        return []
-                    pairs.append((owner, str(one.value)))
-        return pairs
-
-    def _listed(self, node: ast.expr, scope: Scope) -> list[ast.expr]:
-        """Return what a tuple, a list or the keys of a mapping have in them, if they are written out."""
-        if isinstance(node, ast.Name):
-            found = [one.node for one in self.sources.find(scope.module, node.id)]
-            values = [one.value for one in found if isinstance(one, ast.Assign | ast.AnnAssign)]
-            return [part for one in values if one is not None for part in self._listed(one, scope)]
-        if isinstance(node, ast.Dict):
-            return [key for key in node.keys if key is not None]
-        return node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
-
-    def _wrong_arguments(self, called: Type, node: ast.Call) -> set[str]:
-        """Return what a call gives that a function or class of vLLM does not take, and what it leaves out."""
-        given = {word.arg for word in node.keywords if word.arg}
-        open_ended = any(word.arg is None for word in node.keywords) or any(
-            isinstance(one, ast.Starred) for one in node.args
-        )
-        for word in node.keywords:
-            if word.arg is None and isinstance(word.value, ast.Dict):
-                given |= {str(key.value) for key in word.value.keys if isinstance(key, ast.Constant)}
-        signature = self._signature(called)
-        if signature is None:
-            return set()
-        positional, keywords, required, any_keyword, any_positional = signature
-        wrong = set() if any_keyword else {f"no {name}=" for name in given - {*positional, *keywords}}
-        if len(node.args) > len(positional) and not any_positional and not open_ended:
-            wrong.add(f"{len(positional)} positional arguments at most")
-        if not open_ended:
-            left_out = required - given - {*positional[: len(node.args)]}
-            wrong |= {f"{name}= is required" for name in left_out}
-        return wrong
-
-    def _signature(self, called: Type) -> tuple[list[str], set[str], set[str], bool, bool] | None:
-        """Return positional parameters, those by keyword only, the required ones, and whether any others are taken."""
-        assert called.of is not None
-        node, drop = called.of.node, called.bound
+    def parameters(self, called: Found) -> tuple[list[str], set[str], bool] | None:
+        """Names in order, those without a default, and whether any others are taken; ``None`` if nobody can say."""
+        node, skip = called.node, 0
         if isinstance(node, ast.ClassDef):
-            made = self.sources.members(called.of, "__init__")
-            if not made:
-                return self._fields(called.of)
-            node, drop = made[-1].node, True
+            made = self.sources.member(called, "__init__")
+            if made is None:
+                stated: dict[str, bool] = {}
+                for one in reversed([*self.sources.lineage(called)]):
+                    for line in getattr(one.node, "body", ()):
+                        if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation):
+                            stated[ast.unparse(line.target)] = line.value is None
+                return ([*stated], {name for name, needed in stated.items() if needed}, False) if stated else None
+            node, skip = made[1], 1
         if not isinstance(node, Function):
             return None
-        arguments = node.args
-        ordered = [*arguments.posonlyargs, *arguments.args]
-        without = len(ordered) - len(arguments.defaults)
-        required = {one.arg for one in ordered[:without]} | {
-            one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
-        }
-        names = [one.arg for one in ordered]
-        if drop and names:
-            required.discard(names[0])
-            names = names[1:]
-        only = {one.arg for one in arguments.kwonlyargs}
-        return names, only, required, arguments.kwarg is not None, arguments.vararg is not None
+        a = node.args
+        ordered = [one.arg for one in [*a.posonlyargs, *a.args]]
+        needed = {*ordered[skip : len(ordered) - len(a.defaults)]}
+        needed |= {one.arg for one, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None}
+        return [*ordered[skip:], *(one.arg for one in a.kwonlyargs)], needed, a.kwarg is not None
 
-    def _fields(self, owner: Found) -> tuple[list[str], set[str], set[str], bool, bool] | None:
-        """Return the fields of a dataclass, a pydantic model, a msgspec struct or a named tuple."""
-        fields: dict[str, bool] = {}
-        for one in reversed(list(self.sources.lineage(owner))):
-            if isinstance(one.node, ast.ClassDef):
-                stated = [part for part in one.node.body if isinstance(part, ast.AnnAssign)]
-                for part in stated:
-                    if isinstance(part.target, ast.Name) and "ClassVar" not in ast.unparse(part.annotation):
-                        fields[part.target.id] = part.value is None
-        if not fields:
-            return None
-        return list(fields), set(), {name for name, needed in fields.items() if needed}, False, False
+    def check_replacements(self, node: ast.Dict) -> None:
+        """Functions of ours for functions of vLLM, by dotted names: parameters go by name, ``x`` for ``x_ptr``."""
+        for key, value in zip(node.keys, node.values, strict=True):
+            path = self.folded(key) or ""
+            home, _, name = path.rpartition(".")
+            for theirs in self.sources.find(home, name) if DOTTED.fullmatch(path) else ():
+                for own in self.sources.resolve(self.module, value):
+                    if isinstance(own.node, Function) and isinstance(theirs.node, Function):
+                        given = {one.removesuffix("_ptr") for one in self.parameters(theirs)[0]}  # type: ignore[index]
+                        for name in sorted(self.parameters(own)[1] - given):  # type: ignore[index]
+                            self.note(False, f"{path}({name}), which {own} needs", value)
 
-    # -- classes and tables -----------------------------------------------------------------------------------------
-
-    def _check_class(self, owner: Found, scope: Scope) -> None:
+    def check_class(self, owner: Found) -> None:
         """Methods that replace vLLM's: each is there, and takes what vLLM gives it."""
-        assert isinstance(owner.node, ast.ClassDef)
-        if not any(base.node is not None and base.module.startswith("vllm") for base in self.sources.lineage(owner)):
-            return
-        for method in owner.node.body:
+        bases = [one for one in self.sources.lineage(owner) if one.module.split(".")[0] == "vllm" and one.node]
+        for method in getattr(owner.node, "body", ()) if bases else ():
             if not isinstance(method, Function) or method.name.startswith("__") or OURS.fullmatch(method.name):
                 continue
+            found = next(filter(None, (self.sources.member(one, method.name) for one in bases)), None)
             what = f"{owner}.{method.name}, which replaces vLLM's"
-            theirs = [
-                member
-                for base in self.sources.lineage(owner)
-                if base.node is not None and base.module.startswith("vllm")
-                for member in self.sources.members(base, method.name)
-            ]
-            if not theirs:
-                inherited = self.sources.inherits(owner, method.name)
-                self._note(inherited or method.name in self.called, what, method, scope)
+            if found is None or not isinstance(found[1], Function):
+                self.note(found is not None or method.name in self.called, what, method)
                 continue
-            node = theirs[0].node
-            wrong = _not_taken(method, node) if isinstance(node, Function) else set()
-            self._note(not wrong, f"{what}{''.join(f': no {name}' for name in sorted(wrong))}", method, scope)
+            names, _, is_open = self.parameters(Found("", method))  # type: ignore[misc]
+            theirs = [one.arg for one in [*found[1].args.posonlyargs, *found[1].args.args, *found[1].args.kwonlyargs]]
+            wrong = set() if is_open else {*theirs[1:]} - {*names}
+            self.note(not wrong, f"{what}{''.join(f': no {name}' for name in sorted(wrong))}", method)
 
-    def _check_fields(self, node: ast.Assign | ast.AnnAssign, scope: Scope) -> None:
-        """A tuple or mapping of field names."""
+    def check_fields(self, node: ast.Assign | ast.AnnAssign) -> None:
         for target in targets(node):
-            key = f"{self.path}:{getattr(target, 'id', '')}"
-            if (path := self.names.fields.get(key)) is None:
-                continue
-            self.report.named.add(key)
-            assert node.value is not None
-            parts = node.value.keys if isinstance(node.value, ast.Dict) else getattr(node.value, "elts", [])
-            for part in parts:
-                assert isinstance(part, ast.Constant), f"{key}: {ast.unparse(node.value)}"
-                for one in self.reader.of_path(path):
-                    self._note(not self.reader.lacks(one, str(part.value)), f"{path}.{part.value!s}", part, scope)
+            if (path := FIELDS.get(key := f"{self.path}:{getattr(target, 'id', '')}")) is not None:
+                self.report.named.add(key)
+                (owner,) = self.sources.find(*path.rsplit(".", 1))
+                for part in node.value.keys if isinstance(node.value, ast.Dict) else getattr(node.value, "elts", []):
+                    self.note(self.sources.member(owner, part.value) is not None, f"{path}.{part.value}", part)
 
 
-def _is_facing(path: str) -> bool:
-    """Whether names in a file of ours mean objects of vLLM."""
-    return path.startswith(vllm_names.FACING) and path not in vllm_names.ABOUT_OTHERS
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a module or a body, those under ``if``, ``try``, ``with`` and loops too."""
+    for statement in ast.iter_child_nodes(tree):
+        if isinstance(statement, ast.stmt):
+            yield statement
+        if isinstance(statement, ast.If | ast.Try | ast.ExceptHandler | ast.With | ast.For | ast.While):
+            yield from statements(statement)
 
 
-def _imports_vllm(node: ast.AST) -> bool:
-    if isinstance(node, ast.ImportFrom):
-        return not node.level and (node.module or "").split(".")[0] == "vllm"
-    return isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "vllm" for alias in node.names)
+def targets(statement: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to, tuples taken apart."""
+    whole = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+    kinds = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor | ast.NamedExpr | ast.comprehension
+    return [part for one in whole for part in getattr(one, "elts", [one])] if isinstance(statement, kinds) else []
 
 
-def _at_path(row: ast.expr, path: tuple[int, ...]) -> ast.expr | None:
-    """Return a part of a tuple."""
-    for index in path:
-        if not isinstance(row, ast.Tuple) or index >= len(row.elts):
-            return None
-        row = row.elts[index]
-    return row
+def names_bound(statement: ast.AST) -> set[str]:
+    """The names that a statement binds."""
+    if isinstance(statement, Function | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+    return {part.id for part in targets(statement) if isinstance(part, ast.Name)}
 
 
-def _not_taken(own: Function, theirs: Function) -> set[str]:
-    """Return the parameters of vLLM's method that ours does not take."""
-    if own.args.kwarg is not None and own.args.vararg is not None:
-        return set()
-    ordered = [one.arg for one in [*own.args.posonlyargs, *own.args.args]]
-    taken = {*ordered, *(one.arg for one in own.args.kwonlyargs)}
-    wanted = [*theirs.args.posonlyargs, *theirs.args.args, *theirs.args.kwonlyargs]
-    return {one.arg for one in wanted[1:] if one.arg not in taken} if own.args.kwarg is None else set()
+def texts(tree: ast.AST) -> set[str]:
+    return {one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+
+
+def installed() -> Path:
+    """The folder that holds the installed vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+def download(version: str, cache: Path) -> Path:
+    """The folder that holds a release, from ``cache`` or from PyPI, whose digest it is checked against."""
+    folder = cache / f"vllm-{version}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        page = urllib.request.urlopen(INDEX, timeout=60).read().decode()
+        pattern = rf'href="([^"#]*/vllm-{re.escape(version)}\.tar\.gz)#sha256=([0-9a-f]{{64}})'
+        link = re.search(pattern, page)
+        assert link is not None, f"{INDEX} has no source of vLLM {version}"
+        archive = urllib.request.urlopen(urllib.parse.urljoin(INDEX, link[1]), timeout=600).read()
+        assert hashlib.sha256(archive).hexdigest() == link[2], f"what came for vLLM {version} is not what PyPI lists"
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            packed = Path(scratch, "source.tar.gz")
+            packed.write_bytes(archive)
+            with tarfile.open(packed) as tar:
+                wanted = [item for item in tar if re.fullmatch(r"[^/]+/vllm/.*\.py", item.name)]
+                tar.extractall(scratch, wanted, filter="data")
+            os.rename(Path(scratch, folder.name), folder)
+    return folder

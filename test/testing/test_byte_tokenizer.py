@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -126,9 +124,6 @@ def test_a_pickle_and_a_saved_folder_load_without_torchrl_moe(
     assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (256, 257, 258)
     assert loaded.padding_side == "left"
     assert [loaded.decode(loaded.encode(text)) for text in TEXTS] == TEXTS
-    code = (
-        "import sys; from transformers import AutoTokenizer; "
-        "t = AutoTokenizer.from_pretrained(sys.argv[1]); "
-        "assert t.encode('é<|im_end|>') == [195, 169, 258]; assert 'torchrl_moe' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    texts = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert type(loaded).__module__.startswith("transformers.") and loaded.encode("é<|im_end|>") == [195, 169, 258]
+    assert not any(b"torchrl_moe" in text for text in [*texts, pickle.dumps(tokenizer)])

@@ -87,21 +87,6 @@ def test_a_life_in_the_order_of_the_protocol() -> None:
 # -- what it makes up -------------------------------------------------------------------------------------------------
 
 
-def test_shapes_and_kinds_are_those_of_an_engine() -> None:
-    completion = complete(FakeReplica(2), max_tokens=5, n=2)
-    assert (completion.request_id, completion.prompt, completion.metrics.replica) == ("r", None, 2)
-    assert (completion.finished, completion.aborted) == (True, False)
-    assert (completion.prompt_token_ids.dtype, completion.prompt_token_ids.tolist()) == (np.int64, PROMPT)
-    assert [output.index for output in completion.outputs] == [0, 1]
-    for output in completion.outputs:
-        assert (output.token_ids.dtype, output.token_ids.shape) == (np.int64, (5,))
-        assert (output.logprobs.dtype, output.logprobs.shape) == (np.float32, (5,))
-        assert (output.routed_experts.dtype, output.routed_experts.shape) == (np.uint8, (3 + 5 - 1, 4, 2))
-        assert (output.policy_versions.dtype, output.policy_versions.tolist()) == (np.int32, [0] * 5)
-        assert output.finish_reason == "length"
-        assert (output.logprobs < 0).all()
-
-
 def test_text_is_bytes_and_tokens_are_printable() -> None:
     (output,) = complete(FakeReplica(), max_tokens=200).outputs
     assert all(32 <= token < 127 for token in output.token_ids)
@@ -109,17 +94,6 @@ def test_text_is_bytes_and_tokens_are_printable() -> None:
     completion = complete(FakeReplica(), "1+1=")
     assert (completion.prompt, completion.prompt_token_ids.tolist()) == ("1+1=", [49, 43, 49, 61])
     assert answer(FakeReplica(), "1+1=") == answer(FakeReplica(), [49, 43, 49, 61])
-
-
-def test_what_was_not_asked_for_does_not_come() -> None:
-    assert complete(FakeReplica(), logprobs=None).outputs[0].logprobs is None
-    bare = Request(
-        request_id="r", sampling_params=None, prompt_token_ids=np.array(PROMPT, np.int32), return_routed_experts=False
-    )
-    (future,) = FakeReplica().submit([bare])
-    (output,) = future.result().outputs
-    assert (output.logprobs, output.routed_experts) == (None, None)
-    assert len(output.token_ids) == 16  # vLLM's default
 
 
 def test_an_answer_is_a_function_of_seed_version_and_prefix() -> None:

@@ -43,17 +43,6 @@ def td() -> TensorDictBase:
     return lazy_stack([sample(3, 2), sample(2, 1), sample(4, 4)])
 
 
-def test_distributions_are_of_the_wrapper_s_logits(td: TensorDictBase) -> None:
-    wrapper = Wrapper()
-    batch = wrapper._batch(td)
-    dist = wrapper.get_dist(td)
-    log_probs = wrapper._token_logits(td, batch).log_softmax(-1)
-    got = dist.log_prob(batch.ids)
-    wanted = log_probs.gather(-1, batch.ids[..., None])[..., 0]
-    torch.testing.assert_close(got[batch.scored], wanted[batch.scored])
-    assert torch.equal(dist.mask, batch.scored)
-
-
 def test_the_prompt_mask_is_that_of_our_loss(td: TensorDictBase) -> None:
     actor, batch = Wrapper(), td
     reader = TokenReader(batch, FULL)

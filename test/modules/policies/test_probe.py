@@ -12,14 +12,7 @@ from support.html_table import TableReader
 from support.routes import random_routes
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, probe_replay
-from torchrl_moe.modules.policies.probe import (
-    DtypeGap,
-    Mismatch,
-    ReplayProbe,
-    dtype_gaps,
-    gaps_table,
-    router_advice,
-)
+from torchrl_moe.modules.policies.probe import DtypeGap, Mismatch, ReplayProbe, dtype_gaps, gaps_table, router_advice
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers
 from torchrl_moe.testing import make_tiny_moe
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, set_list_to_stack
 from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
+from torchrl.modules.llm.policies import ChatHistory, Tokens
 
 from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.modules.policies.prompts import (
@@ -28,7 +28,6 @@ from torchrl_moe.modules.policies.prompts import (
 from torchrl_moe.testing import ByteTokenizer
 
 PAD, START, END = 256, 257, 258
-HI = [START, *b"user\nhi", END, *b"\n", START, *b"assistant\n"]
 
 
 def chat(*contents: str) -> list[dict[str, Any]]:
@@ -45,17 +44,6 @@ def text_of(given: Any, template: str = TOKENIZER.chat_template, **options: Any)
 
 
 # chats
-
-
-def test_a_chat_is_rendered_with_its_generation_prompt() -> None:
-    chats = [Chat.of(one) for one in (histories(chat("hi"))[0], chat("a"))]
-    texts = [one.rendered(TOKENIZER, TOKENIZER.chat_template, {}) for one in chats]
-    prompts = prompts_from_chats(chats, texts, TOKENIZER)
-    assert prompts.ids == [HI, [START, *b"user\na", END, *b"\n", START, *b"assistant\n"]]
-    assert prompts.texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert [chat.history.content for chat in prompts.chats] == [["hi"], ["a"]]
-    padded = histories([*chat("hi"), {"role": "<none>", "content": ""}])[0]
-    assert text_of(padded) == text_of(chat("hi"))
 
 
 EVERYTHING = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ [tools, thinking] | tojson }}"
@@ -227,10 +215,6 @@ def read(td: Any, pad: int | None = PAD, mask: str | None = "mask") -> list[list
     return prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), mask, pad).ids
 
 
-def test_without_a_pad_token_prompts_are_taken_as_they_are() -> None:
-    assert read(batch([[0, PAD, 1]]), pad=None) == [[0, PAD, 1]]
-
-
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
 def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], left: bool) -> None:
     width = max(map(len, rows))
@@ -244,34 +228,10 @@ def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], 
 
 SOURCE = source_of("history")
 CHAT = chat("hi")
-RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def asked() -> TensorDict:
     return TensorDict(history=ChatHistory(prompt=History.from_chats([CHAT])[0]))
-
-
-def test_chats_text_and_tokens() -> None:
-    found = SOURCE.prompts([asked()])
-    assert (found.texts, found.ids) == ([RENDERED], [TOKENIZER.encode(RENDERED)])
-    text = replace(SOURCE, input_mode="text", input_key=("text", "prompt"))
-    assert text.prompts([TensorDict(text=Text(prompt="hi")), TensorDict(text=Text(prompt="x"))]).ids == [
-        [104, 105],
-        [120],
-    ]
-    tokens = replace(SOURCE, input_mode="tokens", input_key="ids")
-    assert tokens.prompts([TensorDict(ids=torch.tensor([256, 5, 6]))]).ids == [[5, 6]]
-
-
-def test_a_mask_of_tokens_is_used_if_it_is_of_the_prompt() -> None:
-    tokens = replace(SOURCE, input_mode="tokens", input_key=("tokens", "prompt"))
-    sample = TensorDict(tokens=Tokens(prompt=torch.tensor([7, 5, 6])))
-    sample["attention_mask"] = torch.tensor([0, 1, 1])
-    assert tokens.prompts([sample]).ids == [[5, 6]]
-    sample["masks"] = Masks(all_attention_mask=torch.tensor([True, False, True]))
-    assert tokens.prompts([sample]).ids == [[7, 6]]
-    sample["masks"] = Masks(all_attention_mask=torch.ones(9).bool())  # of prompt and response, an earlier turn's
-    assert tokens.prompts([sample]).ids == [[5, 6]]
 
 
 def test_a_template_is_the_one_named_or_the_tokenizers_own() -> None:

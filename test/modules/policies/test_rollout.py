@@ -20,7 +20,6 @@ from torchrl_moe.modules.policies.rollout import (
     answer_tensordict,
     check_earlier_turn,
     pad_answers,
-    refuse_changed_values,
     sampling_entry,
     stack_answers,
 )
@@ -195,16 +194,6 @@ def test_padding_of_words_by_hand() -> None:
 
 
 # stacks
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 2)])
-def test_a_stack_has_the_shape_asked_for_in_order(shape: tuple[int, ...]) -> None:
-    answers = [answer(completion([i], output([12], [-0.5], [[5, 3]], [i]))) for i in range(4)]
-    for stack in (stack_answers(answers, shape), pad_answers(answers, PAD, KEYS, shape)):
-        assert stack.batch_size == torch.Size(shape)
-        assert stack["policy_version"].tolist() == torch.arange(4).view(shape).tolist()
-        assert stack["tokens", "full"].shape == (*shape, 2)
-        assert list(stack.reshape(-1)["finish_reason"]) == ["stop"] * 4
 
 
 # padding
@@ -396,19 +385,6 @@ def entry(
     return sampling_entry(params, kept, prompt, total, turn.get("earlier"), turn.get("real"))
 
 
-def check_words(one: TensorDictBase, words: list[int], sizes: list[int]) -> None:
-    kept = one["kept"]
-    assert type(kept) is KeptTokens
-    assert (kept.ids.dtype, kept.sizes.dtype) == (torch.int32, torch.int32)
-    assert (kept.ids.tolist(), kept.sizes.tolist()) == (words, sizes)
-
-
-@pytest.mark.parametrize("params", [{}, {"top_k": 5, "top_p": 0.9}, {"bad_words": ["x"], "temperature": 0.3}])
-def test_what_changes_none_is_not(params: dict[str, Any]) -> None:
-    neutral = {"repetition_penalty": 1, "presence_penalty": 0.0, "frequency_penalty": None, "logit_bias": {}}
-    refuse_changed_values({**params, **neutral})
-
-
 @pytest.mark.parametrize(
     ("params", "expected"),
     [({}, 1.0), ({"temperature": None}, 1.0), ({"temperature": 0.75}, 0.75), ({"temperature": 0}, 0.0)],
@@ -430,17 +406,6 @@ def test_the_temperature_is_the_one_that_vllm_samples_at(given: float) -> None:
     assert float(entry({"temperature": given})["temperature"]) == pytest.approx(used, rel=1e-6)
 
 
-def test_an_entry_owns_its_memory() -> None:
-    source = ids([7, 3, 5], [2, -1])
-    one = entry(NUCLEUS, source)
-    one["kept"].ids.zero_()
-    one["kept"].sizes.zero_()
-    assert (source.ids.tolist(), source.sizes.tolist()) == ([7, 3, 5], [2, -1])
-    params = {"top_p": 0.9}
-    assert "kept" not in sampling_entry(params, None, 2, 4, None, None).keys()  # noqa: SIM118  a TensorDict iterates over its batch
-    check_words(sampling_entry({**params, "logprobs": 0}, None, 2, 4, None, None), [], [0, 0, 0, 0])
-
-
 def turn(one: TensorDictBase) -> TensorDict:
     return TensorDict(sampling=one)
 
@@ -454,21 +419,3 @@ def test_words_of_other_tokens_than_the_earlier_turns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\('sampling', 'kept'\) of the turn before is for 4 tokens, and it has 3"):
         check_earlier_turn(NUCLEUS, first, mask_of(1, 1, 1))
     check_earlier_turn(NUCLEUS, first, mask_of(1, 1, 1, 1))
-
-
-def test_another_temperature_in_a_later_turn_is_refused() -> None:
-    first = turn(entry({"temperature": 0.5}))
-    for params, word in (({"temperature": 0.7}, "0.7"), ({}, "1")):
-        with pytest.raises(ValueError, match=rf"this turn's temperature is {word}, that of the turn before 0.5"):
-            check_earlier_turn({**params, "logprobs": 0}, first, mask_of(1, 1))
-        check_earlier_turn(params, first, mask_of(1, 1))  # without log-probs it is scored by nobody
-    check_earlier_turn({"temperature": 0.5, "logprobs": 0}, first, mask_of(1, 1))
-    # in float32, and as vLLM raises those that are nearly 0
-    for given in (0.7, 0.1, 1e-7):
-        check_earlier_turn({"temperature": given, "logprobs": 0}, turn(entry({"temperature": given})), mask_of(1, 1))
-
-
-def test_a_turn_that_says_nothing_of_its_sampling_is_taken() -> None:
-    params = {"temperature": 0.5, "logprobs": 0}
-    check_earlier_turn(params, TensorDict(), mask_of(1, 1))
-    check_words(entry(params, ids([9], [1]), 3, 4, earlier=TensorDict(), real=mask_of(1, 1)), [9], [0, 0, 0, 1])

@@ -98,15 +98,6 @@ def test_log_probs_are_the_same_in_every_layout(family: str) -> None:
             assert td["routing", "fallback"].tolist() == [0, 2, 0]
 
 
-def test_forward_takes_a_nested_batch(actor: TransformersWrapper) -> None:
-    td = jagged(routes_for(actor))
-    with torch.no_grad():
-        wanted = actor.score(ragged(routes_for(actor)), entropy=False)[0]
-        out = actor(td)
-    for i, length in enumerate(LENGTHS):
-        torch.testing.assert_close(out[i]["log_probs", "full"], wanted[i, -length:], atol=0, rtol=0)
-
-
 def test_samples_of_two_dtypes_keep_their_ids() -> None:
     routes = [torch.full((length, *TAIL), 1, dtype=torch.int8) for length in LENGTHS]
     routes[1] = torch.full((9, *TAIL), 300, dtype=torch.int16)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,15 +24,8 @@ from support.flash import flash_attention
 from support.gradients import gradients
 from support.ranks import run_as_ranks
 from torchrl_moe.data import KeptTokens
-from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
-from torchrl_moe.modules.policies.scoring_model import (
-    ScoringModel,
-    Selection,
-    parts_by_temperature,
-    read_sampling,
-    says_nothing,
-)
+from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection, read_sampling
 from torchrl_moe.testing import make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,11 +81,7 @@ def scored(model: nn.Module) -> ScoringModel:
 
 
 def assert_like_dense(
-    model: nn.Module,
-    atol: float = 2e-6,
-    grad_atol: float = 1e-5,
-    chosen: Selection | None = None,
-    splits: bool = True,
+    model: nn.Module, atol: float = 2e-6, grad_atol: float = 1e-5, chosen: Selection | None = None, splits: bool = True
 ) -> Any:
     """Scores and gradients; returns the scores."""
     results, scoring, chosen = [], scored(model), chosen or selection()
@@ -141,16 +130,6 @@ def test_what_a_model_does_to_its_logits_is_done_to_its_scores(family: str, conf
     logits = model(IDS).logits
     assert logits.abs().max() > 0.9  # so that a soft cap of 1.5 bites
     assert_like_dense(model, atol=1e-5, grad_atol=2e-4)
-
-
-@pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize(("words", "several"), [(True, True), (True, False), (False, True)])
-def test_scores_are_of_the_distributions_that_were_sampled(splits: bool, words: bool, several: bool) -> None:
-    model = make_tiny_moe(num_hidden_layers=2)
-    log_probs, entropy = assert_like_dense(model, 4e-6, 2e-5, sampled(words, several), splits)
-    if words:
-        assert log_probs[3] == 0  # the only word
-        assert entropy[3] < 1e-30
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -332,14 +311,6 @@ def test_a_copy_scores_with_its_own_model() -> None:
         assert torch.equal(scoring(INPUTS, selection())[0], before)
 
 
-def test_checking_leaves_the_mode_of_every_module() -> None:
-    model = make_tiny_moe(num_hidden_layers=2).train()
-    model.lm_head.eval()
-    before = [module.training for module in model.modules()]
-    scored(model)
-    assert [module.training for module in model.modules()] == before
-
-
 # -- router logits ----------------------------------------------------------------------------------------------------
 
 
@@ -474,26 +445,10 @@ def test_fsdp2(how: str) -> None:
 
 
 V = 5
-LENGTHS = (2, 4, 3)
-LOG_PROBS = ("log_probs", "full")
 
 
 def kept(ids: list[int], sizes: list[int]) -> KeptTokens:
     return KeptTokens(ids=torch.tensor(ids, dtype=torch.int32), sizes=torch.tensor(sizes, dtype=torch.int32))
-
-
-def sample(length: int, temperature: float | None = None, words: Any = None) -> TensorDict:
-    td = TensorDict(tokens=TensorDict(full=torch.arange(length)))
-    if temperature is not None:
-        td["sampling"] = TensorDict(temperature=torch.tensor(temperature))
-        if words is not None:
-            td["sampling", "kept"] = words
-    return td
-
-
-def mixed() -> TensorDictBase:
-    """Of one temperature and all words, of another and few, and of nothing said."""
-    return lazy_stack([sample(2, 0.5), sample(4, 2.0, kept([4, 2, 1], [0, 2, 0, -1])), sample(3)])
 
 
 def batch_of(td: TensorDictBase) -> ScoringBatch:
@@ -502,78 +457,3 @@ def batch_of(td: TensorDictBase) -> ScoringBatch:
 
 def read(td: TensorDictBase, temperature: float | None = None) -> Any:
     return read_sampling(td, batch_of(td), temperature)
-
-
-def test_every_sample_is_read() -> None:
-    found = read(mixed())
-    assert found.temperatures.tolist() == [0.5, 2.0, 1.0]
-    assert [None if one is None else one.sizes.tolist() for one in found.kept] == [None, [0, 2, 0, -1], None]
-    assert read(lazy_stack([sample(2), sample(3)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
-    assert read(lazy_stack([sample(2), sample(3, 0.7)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
-    words = kept([4, 2, 1], [0, 2, 0, -1])
-    (one,) = read(lazy_stack([sample(4, 1.0, words.to_tensordict())])).kept
-    assert type(one) is KeptTokens
-    assert (one.ids.tolist(), one.sizes.tolist()) == ([4, 2, 1], [0, 2, 0, -1])
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_no_distribution_is_refused_by_sample(temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"sample 1 was sampled at temperature .*: it is greedy, and has no distrib"):
-        read(lazy_stack([sample(2, 1.0), sample(2, temperature)]))
-
-
-def of_an_engine(td: TensorDict) -> TensorDict:
-    per_token = torch.zeros_like(td["tokens", "full"])
-    return td.update({"log_probs": {"full": per_token.float()}, "policy_versions": {"full": per_token.int()}})
-
-
-def test_an_engines_answer_that_says_nothing_is_found() -> None:
-    said, unsaid = of_an_engine(sample(2, 1.0)), of_an_engine(sample(3))
-    assert says_nothing(lazy_stack([said, unsaid]), LOG_PROBS) == 1
-    assert says_nothing(lazy_stack([said, said]), LOG_PROBS) is None
-    dense = TensorDict(tokens=TensorDict(full=torch.zeros(2, 3).long(), batch_size=[2]), batch_size=[2])
-    assert says_nothing(of_an_engine(dense), LOG_PROBS) == 0
-
-
-@pytest.mark.parametrize("key", ["log_probs", "policy_versions"])
-def test_what_no_engine_sampled_need_not_say_anything(key: str) -> None:
-    assert says_nothing(lazy_stack([of_an_engine(sample(3)).exclude(key)]), LOG_PROBS) is None
-    assert says_nothing(lazy_stack([of_an_engine(sample(3))]), ("mu", "full")) is None  # another key is the engine's
-
-
-def test_temperatures_and_words_of_some_tokens_by_hand() -> None:
-    td = mixed()
-    batch = batch_of(td)
-    wanted = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]).bool()
-    temperature, words = read(td).of_tokens(batch, wanted)
-    assert temperature.tolist() == [0.5, 2.0, 2.0, 2.0, 1.0, 1.0]
-    assert (words[0].tolist(), words[1].tolist()) == ([4, 2, 1], [0, 2, 0, -1, 0, 0])
-    wanted[1, 1] = wanted[2, 2] = False
-    temperature, words = read(td).of_tokens(batch, wanted)
-    assert temperature.tolist() == [0.5, 2.0, 2.0, 1.0]
-    assert (words[0].tolist(), words[1].tolist()) == ([1], [0, 0, -1, 0])
-
-
-def test_dense_logits_lose_the_words_that_were_left_out() -> None:
-    td = mixed()
-    logits = torch.randn(3, 4, V, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    cut = read(td).truncate(logits, batch_of(td))
-    mask = torch.ones(3, 4, V, dtype=torch.bool)
-    mask[1] = dense_mask(torch.tensor([4, 2, 1]), torch.tensor([0, 2, 0, -1]), V)
-    assert torch.equal(cut[mask], logits[mask])
-    assert (cut[~mask] == torch.finfo(torch.float32).min).all()
-    assert (cut.softmax(-1)[~mask] == 0).all()
-    cut.log_softmax(-1)[mask].sum().backward()
-    assert logits.grad.isfinite().all()
-    assert not logits.grad[~mask].any()
-    td = lazy_stack([sample(1, 1.0), sample(3, 1.0), sample(2, 1.0, kept([0], [0, 1]))])
-    cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
-    assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]
-    assert cut[:2].eq(0).all()
-
-
-def test_parts() -> None:
-    assert list(parts_by_temperature(0.5)) == [(0.5, None)]
-    assert list(parts_by_temperature(torch.tensor([]))) == [(1.0, None)]  # a forward pass is run all the same
-    found = [(value, part.tolist()) for value, part in parts_by_temperature(torch.tensor([0.5, 2.0, 0.5]))]
-    assert found == [(0.5, [True, False, True]), (2.0, [False, True, False])]

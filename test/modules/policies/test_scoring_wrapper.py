@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOE = LAYOUT.moe_layers
 FULL, ROUTES, RECORDED = ("tokens", "full"), ("routed_experts", "full"), ("train_routed_experts", "full")
-LOG_PROBS = ("log_probs", "full")
 
 
 @pytest.fixture(scope="module")
@@ -451,11 +450,6 @@ def test_probabilities_are_no_router_logits_and_data_parallel_wrappers_are_refus
         TransformersWrapper(build("gemma4"), replay="none").score(td, router_logits=True)
     with pytest.raises(TypeError, match="DataParallel hides its model"):
         TransformersWrapper(torch.nn.DataParallel(make_tiny_moe(num_hidden_layers=2)))
-
-
-def test_versions_of_an_actor_share_what_was_found_out_about_the_model(actor: TransformersWrapper) -> None:
-    assert actor.get_new_version(replay="none").scoring_model is actor.scoring_model
-    assert actor.get_new_version(model=make_tiny_moe()).scoring_model is not actor.scoring_model
 
 
 def test_a_token_behind_a_gap_does_not_count_as_certain(actor: TransformersWrapper, td: TensorDictBase) -> None:

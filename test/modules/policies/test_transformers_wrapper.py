@@ -645,16 +645,6 @@ def test_a_second_turn_keeps_what_is_known_of_the_first(actor: TransformersWrapp
         torch.testing.assert_close(got, one[LOG_PROBS][sampled], atol=1e-5, rtol=0)
 
 
-def test_known_tokens_are_preferred_to_a_rendered_chat(actor: TransformersWrapper) -> None:
-    policy = actor.get_new_version(
-        generate=True, input_mode="history", prefer_tokens=True, generate_kwargs={"max_new_tokens": 2}
-    )
-    td = asked("history")
-    td["tokens"] = lazy_stack([Tokens(prompt=torch.tensor([7, 8, 9])), Tokens(prompt=torch.tensor([7, 8]))])
-    out = policy(td)
-    assert [row[:2].tolist() for row in out.get(("tokens", "prompt"), as_list=True)] == [[7, 8], [7, 8]]
-
-
 def test_text_comes_without_special_tokens_if_they_are_not_wanted(dense_model: nn.Module) -> None:
     kwargs = {"max_new_tokens": 3, "forced_eos_token_id": 258, "do_sample": True, "skip_special_tokens": True}
     policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
@@ -670,12 +660,6 @@ def generating(model: nn.Module, **generate_kwargs: Any) -> TransformersWrapper:
 
 def samples(*texts: str) -> TensorDictBase:
     return lazy_stack([TensorDict(text=Text(prompt=text)) for text in texts])
-
-
-def test_many_experts_take_wider_numbers() -> None:
-    model = make_tiny_moe(num_hidden_layers=2, num_experts=130)
-    one = generating(model, do_sample=True)(samples("one"))[0]
-    assert one["routed_experts", "full"].dtype == torch.int16
 
 
 def test_a_turn_of_another_temperature_is_refused_before_it_is_generated(actor: TransformersWrapper) -> None:

@@ -562,12 +562,6 @@ def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
     assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True})
 
 
-@pytest.mark.parametrize("td", [one("text", "ab"), dense("text", "ab", "c").reshape(2, 1)])
-def test_a_call_changes_sampling_in_every_batch_size(fake: FakeAsyncVLLM, td: TensorDictBase) -> None:
-    out = wrapper(fake, inplace=False)(td, max_tokens=2)
-    assert {len(ids) for ids in out.reshape(-1).get(("tokens", "response"), as_list=True)} == {2}
-
-
 CHANGES_VALUES: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
@@ -667,15 +661,6 @@ def test_a_rollout_over_all_words_says_its_temperature(fake: FakeAsyncVLLM, pad_
     assert [td["sampling", "temperature"] for td in out.unbind(0)] == [0.25, 0.25]
 
 
-def test_the_answer_to_a_request_says_it_too(truncating: FakeAsyncVLLM) -> None:
-    policy = wrapper(truncating)
-    (request,) = policy.requests(stacked("text", "ab"), temperature=0.5, top_p=0.9)
-    (completion,) = truncating.generate(
-        prompt_token_ids=[request.arguments["prompt_token_ids"]], sampling_params=request.arguments["sampling_params"]
-    )
-    assert_sampling(policy.answer(request, completion), 0.5)
-
-
 def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> None:
     policy = wrapper(fake, "tokens")
     td = policy(stacked("tokens", "ab"), temperature=0.5)
@@ -740,16 +725,6 @@ def test_keys_of_a_batch_reach_the_service_one_value_per_sample(build: str, num_
         assert [request.priority for request in requests_of(engine)] == [-5, 5]
         assert engine.load_balancer.groups.version("7") == 4
         assert [request.sampling_params.get("n") for request in requests_of(engine)] == [num_samples] * 2
-
-
-def test_a_batch_that_says_nothing_asks_for_nothing() -> None:
-    with FakeAsyncVLLM(seed=3) as engine:
-        ear = Says()
-        engine.create_load_balancer(ear)
-        wrapper(engine)(dense("text", "ab"))
-        ((_, context),) = ear.asked
-        assert (context.session_id, context.request_context) == (None, {})
-        assert [request.priority for request in requests_of(engine)] == [0]
 
 
 def test_a_wrong_value_is_refused_by_key_and_sample(fake: FakeAsyncVLLM) -> None:
@@ -891,19 +866,6 @@ def test_turns_of_a_chat_env_are_joined(mode: str, pad_output: bool) -> None:
         torch.testing.assert_close(
             now["log_probs", "full"][real][:old], was["log_probs", "full"], equal_nan=True, rtol=0, atol=0
         )
-
-
-def test_a_chat_env_of_tokens_forgets_the_ids_so_nothing_is_kept() -> None:
-    with FakeAsyncVLLM(seed=3) as engine:
-        env = ChatEnv(batch_size=(2,), input_mode="tokens", tokenizer=ByteTokenizer())
-        policy = wrapper(engine, "tokens")
-        td = env.step_mdp(env.step(policy(env.reset(TensorDict(query=["ab", "cd"], batch_size=[2])))))
-        assert {"full"}.isdisjoint(td[0]["tokens"].keys())
-        engine.replicas[0].version = 5
-        for out in policy(td).unbind(0):
-            p = len(out["tokens", "prompt"])
-            assert out["policy_versions", "full"].tolist() == [-1] * p + [5] * NEW
-            assert out["routed_experts", "full"][:-1, 1:].ge(0).all()
 
 
 # tokens preferred to text

@@ -1,4 +1,4 @@
-"""A router's ``topk`` is answered; what it does with the answer is its own. In models: ``test_families.py``."""
+"""A router's ``topk`` is answered; what it does with the answer is its own; in models: ``test_family_replay.py``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from torchrl_moe.testing.conformance import CheckResult, ConformanceReport, Settings
-from torchrl_moe.testing.conformance.report import RouteFaults
 
 
 def row(name: str, verdict: Any, **given: Any) -> CheckResult:
@@ -85,11 +84,3 @@ def test_the_table_and_the_json() -> None:
 def test_what_cannot_be_asked_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Settings(**given)
-
-
-def test_missing_and_wrong_rows_count_and_without_a_model_none_is_wrong() -> None:
-    found = RouteFaults(rows=10, missing=2, wrong=3, ties=1, first="; the first at token 4, layer 1")
-    assert found.count == 5
-    assert found.text == "10 rows of tokens and layers: 2 missing, 3 wrong, 1 ties; the first at token 4, layer 1"
-    found = RouteFaults(rows=10, missing=2, wrong=None)
-    assert (found.count, found.text) == (2, "10 rows of tokens and layers: 2 missing, no model to judge them")

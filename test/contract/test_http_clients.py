@@ -20,7 +20,7 @@ from torchrl_moe.modules import AsyncVLLM
 
 pytestmark = [pytest.mark.needs_vllm, pytest.mark.engine]
 CHAT: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-GREEDY: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_tokens": 100, "temperature": 0}
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_tokens": 40, "temperature": 0}
 IDS = [257, *b"system\nbe brief", 258, *b"\n", 257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"]
 PICK: dict[str, Any] = {
     "name": "pick",
@@ -44,7 +44,7 @@ def client(server: HttpServer) -> Iterator[openai.OpenAI]:
 
 def test_openai_chat(engine: AsyncVLLM, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**GREEDY, logprobs=True, extra_body={"return_token_ids": True})
-    direct = engine.generate([IDS], {"max_tokens": 100, "temperature": 0, "logprobs": 0}, use_tqdm=False)[0].outputs[0]
+    direct = engine.generate([IDS], {"max_tokens": 40, "temperature": 0, "logprobs": 0}, use_tqdm=False)[0].outputs[0]
     (choice,) = answer.choices
     assert choice.model_extra["token_ids"] == direct.token_ids.tolist()
     assert choice.message.content == direct.text
@@ -53,9 +53,9 @@ def test_openai_chat(engine: AsyncVLLM, client: openai.OpenAI) -> None:
 
 
 def test_openai_stream(engine: AsyncVLLM, client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**{**GREEDY, "max_tokens": 300}, extra_body={"ignore_eos": True})
+    whole = client.chat.completions.create(**{**GREEDY, "max_tokens": 60}, extra_body={"ignore_eos": True})
     stream = client.chat.completions.create(
-        **{**GREEDY, "max_tokens": 300},
+        **{**GREEDY, "max_tokens": 60},
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True},
@@ -63,15 +63,15 @@ def test_openai_stream(engine: AsyncVLLM, client: openai.OpenAI) -> None:
     chunks = list(stream)
     assert len(chunks) > 5
     assert "".join(c.delta.content or "" for one in chunks for c in one.choices) == whole.choices[0].message.content
-    assert chunks[-1].usage.completion_tokens == 300
+    assert chunks[-1].usage.completion_tokens == 60
 
 
 @pytest.mark.parametrize("included", [False, True])
 def test_a_stop_string_is_never_shown_in_part(client: openai.OpenAI, included: bool) -> None:
     """The stop string is of the greedy answer's own characters, across several tokens."""
-    asked, more = {**GREEDY, "max_tokens": 200}, {"ignore_eos": True, "include_stop_str_in_output": included}
+    asked, more = {**GREEDY, "max_tokens": 120}, {"ignore_eos": True, "include_stop_str_in_output": included}
     text = client.chat.completions.create(**asked, extra_body=more).choices[0].message.content
-    place = next(i for i in range(60, 190) if text[i : i + 3].isascii() and text.find(text[i : i + 3]) == i)
+    place = next(i for i in range(30, 110) if text[i : i + 3].isascii() and text.find(text[i : i + 3]) == i)
     stop = text[place : place + 3]
     chunks = list(client.chat.completions.create(**asked, stop=[stop], stream=True, extra_body=more))
     shown = "".join(c.delta.content or "" for one in chunks for c in one.choices)
@@ -149,7 +149,7 @@ def test_ids_that_the_model_has_not(server: HttpServer, path: str, changes: dict
 def test_anthropic(engine: AsyncVLLM, server: HttpServer, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(**GREEDY)
     asked: dict[str, Any] = {
-        "model": "tiny", "max_tokens": 100, "system": "be brief", "messages": CHAT[1:],
+        "model": "tiny", "max_tokens": 40, "system": "be brief", "messages": CHAT[1:],
         "extra_body": {"temperature": 0},
     }  # fmt: skip
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as claude:
@@ -223,8 +223,6 @@ def test_an_async_client_that_leaves_aborts_its_request(engine: AsyncVLLM, serve
 
 
 def test_metrics_are_the_engines_and_the_servers(engine: AsyncVLLM, server: HttpServer) -> None:
-    import httpx
-
     text = httpx.get(f"{server.url}/metrics").text
     assert "torchrl_moe_generated_tokens_total" in text
     assert "torchrl_moe_http_requests 0" in text

@@ -20,8 +20,8 @@ from torchrl_moe.modules import TransformersWrapper, vLLMWrapper
 from torchrl_moe.objectives import MismatchMetrics
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
-DEEP = {"num_hidden_layers": 8, "num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 256}
-PROMPTS, PROMPT_TOKENS, NEW = 16, 16, 32
+DEEP = {"num_hidden_layers": 6, "num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 128}
+PROMPTS, PROMPT_TOKENS, NEW = 16, 8, 24
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,17 +15,16 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from support.engines import EngineShelf
-from support.http import serving
+from support.http import ASKED, serving, tokens_under_way
 from support.reference import TOLERANCE, Reference, route_mismatches
+from support.versions import Versions
 from support.waiting import until
-from torchrl_moe.http import HttpServer
-from torchrl_moe.http.trajectories import load_trajectories
+from torchrl_moe.http import HttpServer, load_trajectories
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper
-from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
+pytestmark = pytest.mark.needs_vllm
 TOKENIZER = ByteTokenizer()
 FEW = [*range(200, 215), 258]
 """Bytes that are no text by themselves, and the end of the turn: what is sampled of them encodes otherwise."""
@@ -111,7 +111,7 @@ def turns_of(td: TensorDict) -> int:
     return len(torch.unique_consecutive(td["masks", "all_assistant_mask"])) // 2
 
 
-@pytest.mark.engine("qwen3_moe", max_model_len=2048)
+@pytest.mark.engine("qwen3_moe", max_model_len=2048, block_size=32)
 def test_a_conversation_of_six_turns_is_exactly_what_its_weights_say(run: Run) -> None:
     """Tools, a branch and a compaction, and updates between two turns and in the middle of an answer."""
     chat: list[dict[str, Any]] = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "2 + 3?"}]
@@ -127,10 +127,9 @@ def test_a_conversation_of_six_turns_is_exactly_what_its_weights_say(run: Run) -
     run.update(seed=1)
     turn("8", top_p=0.9)
     # the fifth turn is interrupted by an update
-    replica = run.engine.replica_table[0].replica
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(turn, "9", max_tokens=400)
-        until(lambda: any(len(o.token_ids) > 30 for c in replica.call(Engine.snapshot, 60) for o in c.outputs))
+        until(lambda: tokens_under_way(run.engine) > 30)
         run.update(seed=2)
         answer.result(60)
     turn("10", allowed_token_ids=FEW, max_tokens=64)
@@ -179,12 +178,12 @@ def test_a_conversation_of_six_turns_is_exactly_what_its_weights_say(run: Run) -
 
 @pytest.mark.engine("qwen3_moe", max_model_len=2048, block_size=32)
 def test_each_turn_brings_the_rows_of_its_new_tokens_only(run: Run) -> None:
-    """Two sessions take the same 20 turns; of one, the engine is asked for all rows at each."""
+    """Two sessions take the same 10 turns; of one, the engine is asked for all rows at each."""
     sessions = {name: run.server.session(name) for name in ("new", "whole")}
     counts: dict[str, list[int]] = {name: [] for name in sessions}
 
     def asking(name: str) -> Any:
-        async def generate(sampling_params: Any, **arguments: Any) -> Completion:
+        async def generate(sampling_params: Any, **arguments: Any) -> Any:
             params = sampling_params.clone()
             if name == "whole":
                 params.routed_experts_prompt_start = 0
@@ -197,8 +196,8 @@ def test_each_turn_brings_the_rows_of_its_new_tokens_only(run: Run) -> None:
     for name, session in sessions.items():
         session.generate = asking(name)
     chats: dict[str, list[dict[str, Any]]] = {name: [] for name in sessions}
-    for turn in range(20):
-        if turn == 12:
+    for turn in range(10):
+        if turn == 6:
             run.update(seed=1)  # from here on, the turns before are followed
         for name, chat in chats.items():
             chat.append({"role": "user", "content": f"And {turn} + {turn}? " + "Think. " * 5})
@@ -215,4 +214,36 @@ def test_each_turn_brings_the_rows_of_its_new_tokens_only(run: Run) -> None:
     grown = [now - before for before, now in zip([0, *whole_turns], whole_turns, strict=False)]
     for turn, (count, new_rows) in enumerate(zip(counts["new"], grown, strict=True)):
         # a block of the cache is read again if it was not full, and everything after the update
-        assert new_rows <= count <= (whole_turns[turn] if turn == 12 else new_rows + 32), turn
+        assert new_rows <= count <= (whole_turns[turn] if turn == 6 else new_rows + 32), turn
+
+
+@pytest.mark.engine("qwen3_moe", max_model_len=2048, block_size=32)
+@pytest.mark.parametrize(("pause", "clear_cache"), [("abort", False), ("keep", True)])
+def test_a_stream_across_an_update(engine: AsyncVLLM, versions: Versions, pause: str, clear_cache: bool) -> None:
+    before, manifest = versions.now, versions.prepare(61)
+    asked: dict[str, Any] = {
+        **ASKED, "max_tokens": 120, "stream": True, "return_token_ids": True, "ignore_eos": True, "logprobs": True,
+    }  # fmt: skip
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    with serving(engine, None) as (server, client):
+        with client.stream("POST", "/sessions/one/v1/chat/completions", json=asked) as response:
+            swapped = False
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[len("data: ") :])
+                assert "error" not in event
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or []
+                    logprobs += [one["logprob"] for one in (choice.get("logprobs") or {}).get("content") or []]
+                if len(tokens) >= 20 and not swapped:
+                    swapped = True
+                    versions.swap(manifest, pause, clear_cache)
+        (trajectory,) = server.session("one").trajectories()
+    mask = trajectory["masks", "all_assistant_mask"]
+    assert len(tokens) == 120
+    assert trajectory["tokens", "full"][mask].tolist() == tokens
+    assert trajectory["log_probs", "full"][mask].tolist() == pytest.approx(logprobs, abs=1e-5)
+    assert set(trajectory["policy_versions", "full"][mask].tolist()) == {before, versions.now}
+    assert trajectory["resume"] == "forced"
