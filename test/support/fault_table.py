@@ -173,7 +173,12 @@ FAULTS = (
         file="store/reader.py",
         mended="            if any(one.extent for one, _ in chain[:-1]):\n",
         faulty="            if manifest.base is not None:\n",
-        tests=("store/test_reader*.py", "contract/test_transport*.py", "weight_update/transports/test_gloo*.py", "store/"),
+        tests=(
+            "store/test_reader*.py",
+            "contract/test_transport*.py",
+            "weight_update/transports/test_gloo*.py",
+            "store/",
+        ),
     ),
     Fault(
         name="store-of-a-forked-process",
@@ -252,7 +257,11 @@ FAULTS = (
         file="modules/backends/vllm/engine_requests.py",
         mended='        if any(output.finish_reason == "error" for output in final.outputs):\n',
         faulty="        if False:\n",
-        tests=("modules/backends/vllm/test_engine_r*.py", "modules/backends/vllm/test_engine_p*.py", "contract/test_eng*.py"),
+        tests=(
+            "modules/backends/vllm/test_engine_r*.py",
+            "modules/backends/vllm/test_engine_p*.py",
+            "contract/test_eng*.py",
+        ),
     ),
     Fault(
         name="experts-of-a-reload",
@@ -288,7 +297,11 @@ FAULTS = (
         file="modules/backends/transformers/answer.py",
         mended='        given["temperature"] = LEAST_TEMPERATURE\n',
         faulty='        given["temperature"] = 0.0\n',
-        tests=("modules/backends/transformers/test_answer*.py", "modules/backends/transformers/", "contract/test_eng*.py"),
+        tests=(
+            "modules/backends/transformers/test_answer*.py",
+            "modules/backends/transformers/",
+            "contract/test_eng*.py",
+        ),
     ),
     Fault(
         name="group-without-a-reward",
@@ -310,9 +323,14 @@ FAULTS = (
         name="exit-in-a-task",
         title="SystemExit out of a task of an episode ended the collector's loop, and the trainer waited for ever",
         file="modules/serving/event_loop.py",
-        mended="            except BaseException as error:  # noqa: BLE001  asyncio raises a task's SystemExit here, too\n",
-        faulty="            except Exception as error:\n",
-        tests=("modules/serving/test_event*.py", "collectors/test_workflow*.py", "collectors/test_failures*.py", *COLLECTORS),
+        mended="except BaseException as error:  # noqa: BLE001  asyncio raises a task's SystemExit here, too\n",
+        faulty="except Exception as error:\n",
+        tests=(
+            "modules/serving/test_event*.py",
+            "collectors/test_workflow*.py",
+            "collectors/test_failures*.py",
+            *COLLECTORS,
+        ),
     ),
     Fault(
         name="seed-after-resume",
@@ -326,8 +344,8 @@ FAULTS = (
         name="weights-that-are-not-finite",
         title="A trainer whose weights are not finite sent them to the engine",
         file="trainers/learner.py",
-        mended="            if not math.isfinite(total_norm(by_mesh(weight.detach() for weight in weights), self.ranks)):\n",
-        faulty="            if False:\n",
+        mended="if not math.isfinite(total_norm(by_mesh(weight.detach() for weight in weights), self.ranks)):\n",
+        faulty="if False:\n",
         tests=("trainers/test_learner*.py", *TRAINERS),
     ),
     Fault(
@@ -357,7 +375,12 @@ FAULTS = (
         file="trainers/checkpoints.py",
         mended='        for made in folder.glob("step-*"):\n            shutil.rmtree(made, ignore_errors=True)\n',
         faulty="        shutil.rmtree(folder, ignore_errors=True)\n",
-        tests=("trainers/test_run_record*.py", "trainers/test_run_folder*.py", "trainers/test_checkpoints*.py", *TRAINERS),
+        tests=(
+            "trainers/test_run_record*.py",
+            "trainers/test_run_folder*.py",
+            "trainers/test_checkpoints*.py",
+            *TRAINERS,
+        ),
     ),
     Fault(
         name="text-that-looks-like-a-number",

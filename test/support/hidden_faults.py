@@ -32,7 +32,19 @@ from pathlib import Path
 from support.fault_table import FAULTS, Fault
 from support.sources import ROOT
 
-HEAVY = ("torch", "transformers", "tensordict", "torchrl", "hypothesis", "numpy", "pytest")
+HEAVY = (
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tensordict.nn",
+    "torchrl.collectors",
+    "torchrl.envs.llm",
+    "torchrl.modules.llm",
+    "torchrl.objectives.llm",
+    "hypothesis",
+    "pytest",
+)
 NEEDED = ("torchrl_moe", "test", "benchmarks", "docs", "tutorials", "requirements")
 LIMIT = 1800.0
 """Seconds for the tests of one fault."""
