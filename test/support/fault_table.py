@@ -71,7 +71,7 @@ FAULTS = (
         file="objectives/corrections.py",
         mended="        return self.log_ratio.detach() + self.log_probs - self.log_probs.detach()\n",
         faulty="        return self.log_ratio\n",
-        tests=("objectives/test_family*.py", "objectives/test_corrections*.py", *LOSSES),
+        tests=("objectives/test_family*.py", *LOSSES),
     ),
     Fault(
         name="denominator-of-0",
@@ -79,7 +79,7 @@ FAULTS = (
         file="objectives/batch.py",
         mended="            if number is not None and not bool(number) and bool(mask.any()):\n",
         faulty="            if False:\n",
-        tests=("objectives/test_batch*.py", *LOSSES),
+        tests=("objectives/test_grpo*.py", *LOSSES),
     ),
     Fault(
         name="additive-mask",
@@ -87,7 +87,7 @@ FAULTS = (
         file="_checks.py",
         mended="        wrong = (given != 0) & (given != 1)\n",
         faulty="        wrong = torch.zeros_like(given, dtype=torch.bool)\n",
-        tests=("test_checks*.py", "modules/replay/test_incoming*.py", *LOSSES, "modules/replay/"),
+        tests=("objectives/test_batch*.py", *LOSSES, "modules/replay/"),
     ),
     Fault(
         name="returns-in-half-precision",
@@ -128,8 +128,8 @@ FAULTS = (
         mended="_widened(groups, max(site.top_k, top_k))",
         faulty="_widened(groups, site.top_k)",
         tests=(
-            "modules/replay/test_binding*.py",
             "modules/replay/test_inter*.py",
+            "modules/replay/test_binding*.py",
             "contract/test_family*.py",
             "modules/replay/test_f*.py",
             "modules/replay/",
@@ -141,7 +141,7 @@ FAULTS = (
         file="modules/replay/binding.py",
         mended="class _Layer(threading.local):\n",
         faulty="class _Layer:\n",
-        tests=("modules/replay/test_checkpointing*.py", "modules/replay/"),
+        tests=("modules/replay/test_binding*.py", "modules/replay/test_checkpointing*.py", "modules/replay/"),
     ),
     Fault(
         name="writes-through-data",
@@ -149,7 +149,7 @@ FAULTS = (
         file="weight_update/source.py",
         mended='        digest.update(f"{tensor._version} {found};".encode())\n',
         faulty='        digest.update(f"{tensor._version};".encode())\n',
-        tests=("weight_update/test_publishing*.py", "weight_update/test_sender*.py", *STORE),
+        tests=("weight_update/test_sender*.py", *STORE),
     ),
     Fault(
         name="patch-of-a-damaged-file",
@@ -186,7 +186,7 @@ FAULTS = (
         file="store/folder.py",
         mended="    if process == os.getpid():\n        function(*arguments, **named)\n",
         faulty="    function(*arguments, **named)\n",
-        tests=("store/test_folder*.py", "weight_update/test_s*.py", *STORE),
+        tests=("weight_update/test_sender*.py", *STORE),
     ),
     Fault(
         name="version-that-none-can-read",
@@ -202,7 +202,7 @@ FAULTS = (
         file="modules/serving/service.py",
         mended="        try:\n            self._fleet.end()\n        finally:\n            self._dispatcher.stop()\n",
         faulty="        self._fleet.end()\n        self._dispatcher.stop()\n",
-        tests=("modules/serving/test_service*.py", "modules/serving/test_fleet*.py", *SERVICE),
+        tests=("modules/serving/test_fleet*.py", *SERVICE),
     ),
     Fault(
         name="in-flight-at-shutdown",
@@ -218,7 +218,7 @@ FAULTS = (
         file="modules/serving/event_loop.py",
         mended="            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)\n",
         faulty="            is_plain = True\n",
-        tests=("modules/serving/test_event*.py", "modules/serving/test_supervisor*.py", *SERVICE),
+        tests=("modules/serving/test_event*.py", *SERVICE),
     ),
     Fault(
         name="parts-at-a-deadline",
@@ -249,7 +249,7 @@ FAULTS = (
         file="modules/serving/fleet.py",
         mended='                replica.call(Engine.sleep, CALL_SECONDS, 1, "keep")\n',
         faulty='                replica.call(Engine.sleep, CALL_SECONDS, self._sleep_level, "keep")\n',
-        tests=("modules/serving/test_fleet*.py", "modules/serving/test_supervisor*.py", *SERVICE),
+        tests=("modules/serving/test_fleet*.py", *SERVICE),
     ),
     Fault(
         name="answer-ended-by-an-error",
@@ -309,7 +309,7 @@ FAULTS = (
         file="collectors/rollouts.py",
         mended="    if 0 < missing < len(rewards):\n",
         faulty="    if False:\n",
-        tests=("collectors/test_group*.py", "collectors/test_failures*.py", *COLLECTORS),
+        tests=("collectors/test_failures*.py", *COLLECTORS),
     ),
     Fault(
         name="ages-of-restored-groups",
@@ -317,7 +317,7 @@ FAULTS = (
         file="collectors/rollouts.py",
         mended="        aged = self.version - self._restored_at if self._has_begun else 0\n",
         faulty="        aged = 0\n",
-        tests=("collectors/test_inter*.py", "collectors/test_rollouts*.py", *COLLECTORS),
+        tests=("collectors/test_async*.py", *COLLECTORS),
     ),
     Fault(
         name="exit-in-a-task",
@@ -326,7 +326,6 @@ FAULTS = (
         mended="except BaseException as error:  # noqa: BLE001  asyncio raises a task's SystemExit here, too\n",
         faulty="except Exception as error:\n",
         tests=(
-            "modules/serving/test_event*.py",
             "collectors/test_workflow*.py",
             "collectors/test_failures*.py",
             *COLLECTORS,
@@ -338,7 +337,7 @@ FAULTS = (
         file="trainers/policy_model.py",
         mended='        done = steps_saved(folder / "checkpoints") if config.resume else 0\n',
         faulty="        done = 0\n",
-        tests=("trainers/test_resume*.py", "trainers/test_rollout*.py", *TRAINERS),
+        tests=("trainers/test_grpo*.py", *TRAINERS),
     ),
     Fault(
         name="weights-that-are-not-finite",
