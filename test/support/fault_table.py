@@ -1,7 +1,7 @@
 """The faults of ``make faults``: each as the mended text and as the text that stood there, with the tests to run.
 
-The texts are replaced as they are, so a row names code that is there once. Whoever rewrites such a place rewrites its
-row: a test of this file says when the mended text has gone.
+The texts are replaced as they are, so a row names code that is there once. If you rewrite such a place, rewrite its row:
+a test of this file says when the mended text has gone.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ FAULTS = (
         file="modules/serving/service.py",
         mended="        try:\n            self._fleet.end()\n        finally:\n            self._dispatcher.stop()\n",
         faulty="        self._fleet.end()\n        self._dispatcher.stop()\n",
-        tests=("modules/serving/test_fleet*.py", *SERVICE),
+        tests=("modules/serving/test_supervisor*.py", *SERVICE),
     ),
     Fault(
         name="in-flight-at-shutdown",
