@@ -1,7 +1,7 @@
 """The faults of ``make faults``: each as the mended text and as the text that stood there, with the tests to run.
 
-The texts are replaced as they are, so a row names code that is there once. If you rewrite such a place, rewrite its row:
-a test of this file says when the mended text has gone.
+The texts are replaced as they are, so a row names code that is there once. If you rewrite such a place, rewrite its
+row: a test of this file says when the mended text has gone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Fault:
     faulty: str
     tests: tuple[str, ...]
     """Patterns below ``test/``, the likeliest first; one that ends in ``/`` is a folder."""
+    patience: int = 300
+    """Seconds that a test may take: fewer where the fault makes one hang."""
 
     def introduced(self, text: str) -> str:
         """Return a file's text with the fault.
@@ -242,6 +244,7 @@ FAULTS = (
         ),
         faulty="MOST_ANSWERS = MOST_N = 1 << 62\n",
         tests=("modules/serving/test_arguments*.py", *SERVICE),
+        patience=60,
     ),
     Fault(
         name="restart-while-others-sleep",

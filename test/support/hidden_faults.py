@@ -57,7 +57,7 @@ WORDS = {
     "survived": "SURVIVED",
     "unsteady": "UNSTEADY: the test fails without the fault too:",
     "broken": "BROKEN: the tests cannot be collected:",
-    "hung": "caught: the tests did not end; the last was",
+    "hung": "caught: the tests did not end, or were killed; the last was",
 }
 
 
@@ -66,7 +66,7 @@ class Run:
     """What the tests said of one tree."""
 
     status: int
-    """pytest's own, or -1: they had not ended."""
+    """pytest's own; below 0: they had not ended in time, or a signal ended them."""
     test: str = ""
     """The first that failed, or the one that did not end."""
     said: str = ""
@@ -159,8 +159,15 @@ class _Watch:
             self._note(test=report.nodeid, said=lines[0][:200] if lines else "")  # type: ignore[attr-defined]
 
 
-def run_tests(tree: Path, tests: Sequence[str], limit: float) -> Run:
-    """Run tests of a tree until one fails, in a process that is forked from this one, and in a group of its own."""
+def run_tests(tree: Path, tests: Sequence[str], limit: float, patience: int = 300) -> Run:
+    """Run tests of a tree until one fails, in a process that is forked from this one, and in a group of its own.
+
+    Args:
+        tree: the copy.
+        tests: files, or one test.
+        limit: seconds for all of them.
+        patience: seconds for each.
+    """
     notes = tree / "faults-watch.json"
     notes.unlink(missing_ok=True)
     child = os.fork()
@@ -176,6 +183,7 @@ def run_tests(tree: Path, tests: Sequence[str], limit: float) -> Run:
             import pytest
 
             options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tree)]
+            options += ["--timeout", str(patience)]
             status = int(pytest.main([*options, *tests], plugins=[_Watch(notes)]))
         os._exit(status)
     status = _wait(child, limit)
@@ -203,13 +211,13 @@ def judge(fault: Fault, tree: Path, limit: float = LIMIT) -> Result:
     with introduced(fault, tree):
         run = Run(0)
         for files in files_of(fault.tests, tree):  # most are noticed by the first, and the others need not be imported
-            run = run_tests(tree, files, limit - (time.monotonic() - began))
+            run = run_tests(tree, files, limit - (time.monotonic() - began), fault.patience)
             if run.status not in (0, NO_TESTS):
                 break
-    end = {0: "survived", NO_TESTS: "survived", 1: "caught", -1: "hung"}.get(run.status, "broken")
+    end = "hung" if run.status < 0 else {0: "survived", NO_TESTS: "survived", 1: "caught"}.get(run.status, "broken")
     if end == "caught" and "::" not in run.test:  # a file that could not be imported
         end = "broken"
-    if end == "caught" and run_tests(tree, [run.test], limit).status != 0:
+    if end == "caught" and run_tests(tree, [run.test], limit, fault.patience).status != 0:
         end = "unsteady"
     return Result(end, run.test, run.said, round(time.monotonic() - began, 1))
 
