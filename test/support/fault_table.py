@@ -280,7 +280,11 @@ FAULTS = (
         file="_compat.py",
         mended="    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)\n",
         faulty="    del KVCacheConfig\n",
-        tests=WEIGHTS_IN_VLLM,
+        tests=(
+            "modules/backends/vllm/test_adapters*.py",
+            "contract/test_transport*.py",
+            "weight_update/test_sender*.py",
+        ),
     ),
     Fault(
         name="abort-pause",
@@ -292,7 +296,7 @@ FAULTS = (
             "            self.requests.cut(before)\n"
         ),
         faulty="        await self.sleeping.pause(mode, clear_cache)\n        del before\n",
-        tests=("modules/backends/vllm/test_engine_p*.py", "contract/test_engine*.py"),
+        tests=("modules/backends/test_conformance*.py", "contract/test_engine*.py"),
     ),
     Fault(
         name="low-temperature",
