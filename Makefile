@@ -29,7 +29,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check lint format house mutants train notebooks bench docs docs-check package clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train notebooks bench docs docs-check package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -80,6 +80,9 @@ compat: venv ## look up all that is used of vLLM in the sources of each release 
 install-check: venv ## run engines with the oldest and the newest of all dependencies, in environments of their own
 	@env -u PYTHONPATH $(VENV) requirements/install_check.py --torch-index "$(TORCH_INDEX)" \
 	    $(if $(FOLDER),--folder "$(FOLDER)") $(ARGS)
+
+faults: venv ## put faults that this project had into a copy, one by one, and name the test that notices each
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.hidden_faults $(ARGS)
 
 lint: venv ## check style, format and types
 	@$(VENV) -m ruff check

@@ -552,6 +552,21 @@ def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
     assert bench.done == {}
 
 
+def test_an_answer_that_vllm_ends_with_an_error_is_a_refusal(run: Run) -> None:
+    """So vLLM ends one whose grammar no token fits; its tokens are none of the model's."""
+
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2)
+        await bench.engine.step(2)
+        next(iter(bench.engine.states.values())).reason = "error"
+        await bench.finish()
+        await asyncio.sleep(0.01)
+
+    bench = run(script)
+    assert isinstance(bench.refused["r"], ValueError)
+    assert bench.done == {}
+
+
 # -- what a request resumes -------------------------------------------------------------------------------------------
 
 
