@@ -10,16 +10,16 @@ from typing import TypeAlias
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torchrl_moe.modules.policies.scoring import read_batch, read_rows
+from torchrl_moe.modules.policies.scoring import RECORDED, read_batch, read_rows, samples_of
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
 __all__ = [
-    "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "dtype_gaps", "gaps_table", "is_router", "probe_replay",
-    "router_advice",
+    "DtypeGap", "Kinds", "Mismatch", "MovedRows", "ReplayProbe", "dtype_gaps", "gaps_table", "is_router",
+    "moved_rows", "probe_replay", "router_advice",
 ]  # fmt: skip
 
 Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
@@ -127,6 +127,38 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class MovedRows:
+    """Shares of the (token, layer) rows that have other experts, of the same tokens, by cause.
+
+    ``mismatch``: the engine's against the trainer's, both with the weights that generated. ``updates``: the trainer's
+    with those weights against the trainer's now.
+
+    >>> print(MovedRows(mismatch=0.08, updates=0.003))
+    rows with other experts: 8 % by mismatch, 0.3 % by updates. Mismatch dominates: R3 removes it from the ratios.
+    """
+
+    mismatch: float
+    updates: float
+
+    @property
+    def dominant(self) -> str:
+        """``"mismatch"``, ``"updates"``, or ``""`` if no row has other experts."""
+        if not self.mismatch and not self.updates:
+            return ""
+        return "updates" if self.updates > self.mismatch else "mismatch"
+
+    def __str__(self) -> str:
+        says = {
+            "": "The routers agree: replay changes nothing.",
+            "mismatch": "Mismatch dominates: R3 removes it from the ratios.",
+            "updates": "Updates dominate: recorded experts are those of a router that has moved on. Use fresher "
+            "rollouts first (rollout.max_staleness, engine.sync_every, optim.lr); R3 gains little until then.",
+        }
+        shares = (f"{100 * share:.2g} %" for share in (self.mismatch, self.updates))
+        return "rows with other experts: {} by mismatch, {} by updates. {}".format(*shares, says[self.dominant])
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayProbe:
     """What replay changes on given rollouts; printed, it is a table."""
 
@@ -134,6 +166,8 @@ class ReplayProbe:
     live: Mismatch
     agreement: float
     tokens: int
+    moved: MovedRows | None = None
+    """Which rows have other experts by mismatch and which by updates, if the probe was given the earlier model."""
 
     @property
     def gain(self) -> float:
@@ -154,14 +188,18 @@ class ReplayProbe:
         ]
 
     def __str__(self) -> str:
-        return plain_table(self._title, HEADER, self._rows(), wide=HEADER[:1])
+        table = plain_table(self._title, HEADER, self._rows(), wide=HEADER[:1])
+        return table if self.moved is None else f"{table}\n{self.moved}"
 
     def _repr_html_(self) -> str:
-        return html_table(self._title, HEADER, self._rows())
+        title = self._title if self.moved is None else f"{self._title}; {self.moved}"
+        return html_table(title, HEADER, self._rows())
 
 
 @torch.no_grad()
-def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool = True) -> ReplayProbe:
+def probe_replay(
+    actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool = True, before: nn.Module | None = None
+) -> ReplayProbe:
     """Score rollouts with replay on and off; ``td`` is not changed.
 
     Args:
@@ -169,6 +207,8 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool 
         td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``. A token counts if its
             log-prob there is finite and it is not padding.
         use_tqdm: whether to show a progress bar, of two passes, on a terminal or in a notebook, if they take long.
+        before: the trainer's model as it was when ``td`` was generated, if it was updated since: tells rows that differ
+            by mismatch from those that updates moved. Two more passes.
 
     Raises:
         ValueError: the actor does not replay the engine's routes, or there is no log-prob to compare with.
@@ -196,4 +236,40 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool 
         live=Mismatch.of(live[known], sampled[known]),
         agreement=scratch.get(("routing", "agreement")).nanmean().item(),
         tokens=int(known.sum()),
+        moved=None if before is None else moved_rows(actor, td, before),
     )
+
+
+@torch.no_grad()
+def moved_rows(actor: TransformersWrapper, td: TensorDictBase, before: nn.Module) -> MovedRows:
+    """Compare the experts in rollouts with those that a model chooses, as it was when they were made and as it is now.
+
+    Args:
+        actor: a scoring wrapper with ``replay="R3"``, of the model as it is now. ``td`` is not changed.
+        td: rollouts with ``("routed_experts", "full")``; rows without experts do not count.
+        before: the model as it was.
+    """
+    engine = samples_of(td, (actor.routed_experts_key, "full"))
+    if engine is None or any(row is None for row in engine):
+        raise ValueError(f"no experts of the engine at {(actor.routed_experts_key, 'full')!r} in every sample")
+    then, now = (_own_experts(actor, td, model) for model in (before, actor.model))
+    rows = mismatch = updates = 0
+    for theirs, old, new in zip(engine, then, now, strict=True):
+        assert theirs is not None
+        known = theirs[..., 0].cpu() >= 0
+        chosen = [one.cpu().long()[known].sort(-1).values for one in (theirs, old, new)]
+        rows += int(known.sum())
+        mismatch += int((chosen[0] != chosen[1]).any(-1).sum())
+        updates += int((chosen[1] != chosen[2]).any(-1).sum())
+    if not rows:
+        raise ValueError("no row of the rollouts has experts: there is nothing to compare")
+    return MovedRows(mismatch / rows, updates / rows)
+
+
+def _own_experts(actor: TransformersWrapper, td: TensorDictBase, model: nn.Module) -> list[Tensor]:
+    """Return what a model's own routers choose, ``[T, L, K]`` of each sample."""
+    scratch = td.copy()
+    actor.get_new_version(model=model, replay="R2", rerecord=True, measure_agreement=False).score(
+        scratch, entropy=False
+    )
+    return [row for row in samples_of(scratch, (RECORDED, "full")) or () if row is not None]
