@@ -7,8 +7,10 @@ never collapses says so with ``collapsed=-1``. One row holds 20 steps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,19 @@ NOISES: Mapping[str, Noise] = {
     "int8 and bfloat16": Noise(weights="int8", dtype=torch.bfloat16),
     "float8 and bfloat16": Noise(weights="float8", dtype=torch.bfloat16),
 }
+WANTED: Sequence[tuple[str, int, Sequence[str]]] = [
+    ("none", 0, ("live", "R3")),
+    ("random flips 0.3", 0, ("live", "R3")),
+    ("random flips 1", 0, ("live", "R3", "live, mis", "live, tis")),
+    ("nearest flips 0.3", 0, ("live", "R3")),
+    ("nearest flips 1", 0, ("live", "R3")),
+    ("none", 16, ("live", "R3")),
+    ("random flips 0.3", 16, ("live", "R3")),
+    ("random flips 0.1", 0, ("live", "R3")),
+    ("bfloat16", 0, ("live", "R3")),
+    ("int8 and bfloat16", 0, ("live", "R3")),
+]
+STEPS, LR = 300, 1e-4
 
 
 def start(task: ArithmeticTask, seed: int) -> tuple[Any, Any]:
@@ -65,9 +80,6 @@ def start(task: ArithmeticTask, seed: int) -> tuple[Any, Any]:
 
 def measured(noise: str, stale: int, arm: str, lr: float, seed: int, steps: int) -> Iterator[dict[str, object]]:
     """Train once; yield a row for every 20 steps."""
-    import dataclasses
-    import warnings
-
     task = ArithmeticTask(operation="sum", digits=1, held_out=20, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

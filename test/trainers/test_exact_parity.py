@@ -50,7 +50,6 @@ def test_a_run_without_any_mismatch_and_then_with_one_bit(tmp_path: Path) -> Non
         ({"engine": {"kind": "vllm"}}, "needs engine.kind=transformers"),
         ({"engine": {"arguments": {"dtype": "float32"}}}, "needs engine.arguments.max_model_len"),
         ({"engine": {"arguments": {"max_model_len": 16}}}, "needs engine.arguments.dtype=float32"),
-        ({"engine": {"connect": "other"}}, "needs engine.connect=null"),
         ({"engine": {"sync_every": 2}}, "needs engine.sync_every=1"),
         ({"rollout": {"max_staleness": 1}}, "needs rollout.max_staleness=0"),
         ({"model": {"dtype": "bfloat16"}}, "needs model.dtype=auto or float32"),
