@@ -58,7 +58,7 @@ def by_length(table: Table, file: Path) -> None:
     for one, (title, where) in zip(axes, panels, strict=True):
         rows = table.select(**main, **where)
         for arm, color in COLORS.items():
-            points = _by(((int(r["tokens"]), float(r["ess"])) for r in rows if r["arm"] == arm))
+            points = _by((int(r["tokens"]), float(r["ess"])) for r in rows if r["arm"] == arm)
             if arm == "R2" and where["updates"] == 0:
                 continue  # it is the live router's own choice then
             _line(one, points, arm, color)
@@ -128,7 +128,7 @@ def by_run(table: Table, file: Path) -> None:
     for one, ((noise, stale), title) in zip(axes, panels, strict=True):
         for arm in ("live", "R3"):
             rows = table.select(noise=noise, stale=stale, arm=arm)
-            points = _by(((int(r["step"]), float(r["reward"])) for r in rows))
+            points = _by((int(r["step"]), float(r["reward"])) for r in rows)
             _line(one, points, arm, COLORS[arm])
         one.set(title=title, xlabel="step", ylim=(0, 1.03))
     axes[0].set_ylabel("reward")

@@ -8,7 +8,8 @@ importance ratio, or cut as a correction cuts it. It is compared with two target
 - ``engine``: of the engine as it is deployed now, with the new weights and its noise;
 - ``trainer``: of the trainer's own float32 model.
 
-``error`` is ``|g - g*| / |g*|``, ``cosine`` between them. ``masks=no``: the scorer divides by all words, not by the ten.
+``error`` is ``|g - g*| / |g*|``, ``cosine`` between them. ``masks=no``: the scorer divides by all
+words, not by the ten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run makes of the mismatch: GRPO on sums with a noisy copy in the engine's place, with replay and without.
 
-Collapse, by the criterion that was fixed before the first run: the mean reward of 20 steps in a row is below half of the
-best such mean before it; or the KL of a step is above 1 nat a token; or a gradient or loss is not finite. A run that
+Collapse, by the criterion that was fixed before the first run: the mean reward of 20 steps in a row is below half of
+the best such mean before it; or the KL of a step is above 1 nat a token; or a gradient or loss is not finite. A run that
 never collapses says so with ``collapsed=-1``. One row holds 20 steps.
 """
 
@@ -101,7 +101,7 @@ def measured(noise: str, stale: int, arm: str, lr: float, seed: int, steps: int)
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     curve: list[dict[str, float]] = []
-    for step in range(steps):
+    for _ in range(steps):
         chosen = [task.train[int(i)] for i in torch.randint(len(task.train), (PROMPTS,), generator=generator)]
         with rollouts.running():
             batch = answered(policy, tokenizer, chosen)
@@ -114,7 +114,11 @@ def measured(noise: str, stale: int, arm: str, lr: float, seed: int, steps: int)
         row = {name: f"{sum(one[name] for one in part) / WINDOW:.5g}" for name in curve[0]}
         yield {"step": end, **row, "collapsed": collapsed(curve[:end])}
     if len(curve) < WINDOW:
-        yield {"step": len(curve), **{name: f"{value:.5g}" for name, value in curve[-1].items()}, "collapsed": len(curve)}
+        yield {
+            "step": len(curve),
+            **{name: f"{value:.5g}" for name, value in curve[-1].items()},
+            "collapsed": len(curve),
+        }
 
 
 def answered(policy: TransformersWrapper, tokenizer: Any, chosen: list[tuple[str, str]]) -> TensorDictBase:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["DATA", "Table", "VERSIONS"]
+__all__ = ["DATA", "VERSIONS", "Table"]
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = {name: version(name) for name in ("torch", "transformers")}
@@ -40,7 +40,9 @@ class Table:
             if is_new:
                 writer.writeheader()
             elif self.rows and list(self.rows[0]) != list(found[0]):
-                raise ValueError(f"{self.path} has the columns {list(self.rows[0])}, and now there are {list(found[0])}")
+                raise ValueError(
+                    f"{self.path} has the columns {list(self.rows[0])}, and now there are {list(found[0])}"
+                )
             writer.writerows(found)
         self.rows += [{name: str(value) for name, value in row.items()} for row in found]
         print(f"{self.path.stem}: {', '.join(f'{name}={value}' for name, value in what.items())}", flush=True)

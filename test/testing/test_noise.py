@@ -75,17 +75,19 @@ def test_a_random_flip_takes_each_expert_that_was_left_out_about_as_often() -> N
 def test_noise_of_router_logits_has_its_size(family: str) -> None:
     model, tokens = make_tiny_moe(family, num_hidden_layers=2), ids()
     seen: list[Tensor] = []
-    site = RouterReplay.of(model).sites[0]
-    product = torch.nn.functional.linear
     hidden: list[Tensor] = []
-    router = model.get_submodule(site.name)
+    router = model.get_submodule(RouterReplay.of(model).sites[0].name)
+
+    def keep(_: object, __: object, result: object) -> None:
+        seen.append((result[0] if isinstance(result, tuple) else result).detach())
+
     hook = router.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach()))
-    out = router.register_forward_hook(lambda _, __, result: seen.append((result[0] if isinstance(result, tuple) else result).detach()))
+    out = router.register_forward_hook(keep)
     with torch.no_grad(), Noise(router_std=0.5).on(model):
         model(tokens)
     hook.remove(), out.remove()
     weight = router.weight.detach()
-    clean = product(hidden[0].reshape(-1, weight.shape[1]), weight)
+    clean = torch.nn.functional.linear(hidden[0].reshape(-1, weight.shape[1]), weight)
     moved = seen[0].reshape(clean.shape)
     if family != "qwen3_moe" and family != "olmoe":
         gap = moved - clean
@@ -128,11 +130,11 @@ def test_quantised_weights_are_those_worked_out_by_hand() -> None:
     assert int8[0, :4].tolist() == [127.0, 1.0, -3.0, 0.0]
     float8 = NoisyModel(model, Noise(weights="float8")).model.get_parameter(name)
     # e4m3 has three bits after the first: steps of 2 from 16 to 32, and of 2^-9 at the smallest
-    assert float8[1, :4].tolist() == [448.0, 16.0, 18.0, -(2.0**-9) * 1.0] or float8[1, :4].tolist() == [448.0, 16.0, 18.0, 0.0]
-    for kept in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
-        assert torch.equal(NoisyModel(model, Noise(weights="int8")).model.get_parameter(kept), model.get_parameter(kept))
+    assert float8[1, :4].tolist() == [448.0, 16.0, 18.0, 0.0]
     (router,) = [n for n, _ in model.named_parameters() if n.endswith("gate.weight")]
-    assert torch.equal(NoisyModel(model, Noise(weights="int8")).model.get_parameter(router), model.get_parameter(router))
+    quantised = NoisyModel(model, Noise(weights="int8")).model
+    for kept in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", router):
+        assert torch.equal(quantised.get_parameter(kept), model.get_parameter(kept))
 
 
 def test_the_copy_has_the_weights_of_so_many_updates_ago() -> None:
@@ -176,8 +178,9 @@ def test_answers_of_a_noisy_model_are_replayed_to_rounding_and_the_live_router_i
         actor = TransformersWrapper(trainer, replay=replay)
         with torch.no_grad():
             scores = actor.score(batch.copy(), entropy=False)[0]
-        sampled = torch.stack([torch.nn.functional.pad(r["log_probs", "full"], (scores.shape[1] - len(r["log_probs", "full"]), 0), value=float("nan")) for r in batch.unbind(0)])
-        gaps[replay] = float((scores - sampled)[sampled.isfinite()].abs().max())
+        sampled = [row["log_probs", "full"] for row in batch.unbind(0)]
+        of_rows = [own[len(own) - len(row) :] - row for row, own in zip(sampled, scores, strict=True)]
+        gaps[replay] = max(float(gap[gap.isfinite()].abs().max()) for gap in of_rows)
     assert gaps["R3"] < 1e-5 < 1e-2 < gaps["none"]
 
 

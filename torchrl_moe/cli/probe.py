@@ -60,8 +60,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trainer",
         metavar="MODEL",
-        help="weights of the trainer after more updates, such as a checkpoint: tells rows with other experts by mismatch "
-        "from those by updates (default: those of MODEL)",
+        help="weights of the trainer after more updates, such as a checkpoint: tells rows with other experts by "
+        "mismatch from those by updates (default: those of MODEL)",
     )
     add_engine_arguments(parser, "bfloat16")
 

@@ -1,8 +1,8 @@
 """Noise on a dial: the ways in which an engine differs from its trainer, each by itself or together, with a seed.
 
-A float32 model of transformers that generates and scores has no mismatch at all. :class:`Noise` adds as much of one kind
-as an experiment asks for: to the copy that generates (:class:`NoisyModel`), or to any forward pass, the trainer's too
-(:meth:`Noise.on`).
+A float32 model of transformers that generates and scores has no mismatch but rounding. :class:`Noise` adds as much of
+one kind as an experiment asks for: to the copy that generates (:class:`NoisyModel`), or to any forward pass, the
+trainer's too (:meth:`Noise.on`).
 
 Letters: N rows of a forward pass (one for each token), E experts, K experts of a row.
 """
@@ -94,8 +94,8 @@ class Noise:
     def on(self, model: nn.Module, generator: torch.Generator | None = None) -> Iterator[None]:
         """Flip experts and add noise to router logits in all forward passes of a model inside the context.
 
-        Recordings hold the flipped experts; rows that are replayed follow the recorded ones, and are not flipped. Weights
-        are those of the model: see :class:`NoisyModel` for the rest.
+        Recordings hold the flipped experts; rows that are replayed follow the recorded ones, and are not flipped.
+        Weights are those of the model: see :class:`NoisyModel` for the rest.
 
         Args:
             model: with routers that :class:`~torchrl_moe.modules.RouterReplay` can replay.

@@ -631,9 +631,9 @@ class GRPOConfig(Settings):
         chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``; a column of this name changes
             them for a row.
         plan: print what the run would need, and do not start it.
-        parity: ``"exact"``: engine and trainer run the same kernels on the same shapes, and a step of whose sampled tokens
-            one has another log-prob here than in the engine, in any bit, ends the run. Slow: for experiments that need a
-            baseline without mismatch. It needs ``engine.kind=transformers``.
+        parity: ``"exact"``: engine and trainer run the same kernels on the same shapes, and a sampled token whose
+            log-prob here is not the engine's, bit by bit, ends the run. Slow: for experiments that need a baseline
+            without mismatch. It needs ``engine.kind=transformers``.
         placement: how the ranks of a launcher share the model; no effect with a single process.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr

@@ -351,7 +351,9 @@ class MoEGRPOTrainer(RunReports):
         if self.config.parity != "exact":
             return None
         if self.placement.is_shared or self.policy_model.dtype != torch.float32:
-            raise ConfigError("parity=exact needs one rank, and a trainer that computes in float32: model.dtype=float32")
+            raise ConfigError(
+                "parity=exact needs one rank, and a trainer that computes in float32: model.dtype=float32"
+            )
         one_shape_of_experts(self.policy_model.model)
         return int(self.config.engine.arguments["max_model_len"])
 
@@ -518,8 +520,8 @@ class MoEGRPOTrainer(RunReports):
         """End the run if engine and trainer differ by more than rounding on answers by the same weights."""
         if self.config.parity == "exact" and (first := self.learner.first_gap(batch, limit=0.0)):
             raise EngineError(
-                f"parity=exact, and a log-prob of step {self.steps_done} is not the engine's bit by bit: {first}. Usual "
-                "causes: another number of threads (OMP_NUM_THREADS) or another kind of device on one side, or weights "
+                f"parity=exact, and a log-prob of step {self.steps_done} is not the engine's bit by bit: {first}. "
+                "Usual causes: another number of threads (OMP_NUM_THREADS) or another kind of device on one side, or weights "
                 "that did not arrive; parity=off trains on"
             )
         limit, gap = self.config.eval.max_mismatch, metrics.get("mismatch_kl", 0.0)

@@ -119,12 +119,12 @@ def test_scores_in_rows_of_fixed_width_are_the_usual_ones_to_rounding(shelf: Eng
         usual, fixed = (TransformersWrapper(model, replay="R2", pad_model_input=width) for width in (None, 16))
         one, other = td.copy(), td.copy()
         with torch.no_grad():
-            for wanted, got in zip(usual.score(one, router_logits=True), fixed.score(other, router_logits=True), strict=True):
+            scores = usual.score(one, router_logits=True), fixed.score(other, router_logits=True)
+            for wanted, got in zip(*scores, strict=True):
                 assert wanted is not None and got is not None
                 torch.testing.assert_close(wanted, got, atol=1e-4, rtol=1e-4)
         for i in range(3):
             assert torch.equal(one[i]["train_routed_experts", "full"], other[i]["train_routed_experts", "full"])
-        assert torch.equal(one[0]["routing", "fallback"], other[0]["routing", "fallback"]) if "routing" in one[0] else True
         # the second pass follows what the first one wrote
         loss = fixed.score(other, entropy=False)[0].sum()
         loss.backward()
@@ -133,7 +133,7 @@ def test_scores_in_rows_of_fixed_width_are_the_usual_ones_to_rounding(shelf: Eng
 
 @pytest.mark.parametrize("width", [0, -3])
 def test_a_width_that_is_none_is_refused(shelf: EngineShelf, width: int) -> None:
-    with pytest.raises(ValueError, match=f"pad_model_input must be True, False, None or a number of tokens, got {width}"):
+    with pytest.raises(ValueError, match=f"None or a number of tokens, got {width}"):
         TransformersWrapper(model_of(shelf, "qwen3_moe"), pad_model_input=width)
 
 

@@ -60,9 +60,9 @@ WHY_NOT: Mapping[str, str] = {
 class EngineArguments:
     """What a replica is started with.
 
-    ``parity="exact"``: each answer is read again in whole for each of its tokens, by itself, in a row of ``max_model_len``
-    tokens, with experts computed one by one. A scorer that does the same (``pad_model_input=max_model_len``) has the
-    same log-probs, bit by bit; it takes ``max_model_len`` times the work.
+    ``parity="exact"``: each answer is read again in whole for each of its tokens, by itself, in a row of
+    ``max_model_len`` tokens, with experts computed one by one. A scorer that does the same
+    (``pad_model_input=max_model_len``) has the same log-probs, bit by bit; it takes ``max_model_len`` times the work.
     """
 
     model: str
