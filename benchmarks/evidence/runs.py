@@ -1,8 +1,8 @@
 """What a run makes of the mismatch: GRPO on sums with a noisy copy in the engine's place, with replay and without.
 
 Collapse, by the criterion that was fixed before the first run: the mean reward of 20 steps in a row is below half of
-the best such mean before it; or the KL of a step is above 1 nat a token; or a gradient or loss is not finite. A run that
-never collapses says so with ``collapsed=-1``. One row holds 20 steps.
+the best such mean before it; or the KL of a step is above 1 nat a token; or a gradient or loss is not finite. A run
+that never collapses says so with ``collapsed=-1``. One row holds 20 steps.
 """
 
 from __future__ import annotations

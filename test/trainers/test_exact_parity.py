@@ -34,14 +34,12 @@ def test_a_run_without_any_mismatch_and_then_with_one_bit(tmp_path: Path) -> Non
         # one weight of the trainer is not the engine's: a step later every log-prob is off by a few bits
         with torch.no_grad():
             trainer.policy_model.model.get_parameter("lm_head.weight")[5] *= 1 + 1e-6
-        with pytest.raises(
-            EngineError, match="parity=exact, and a log-prob of step 1 is not the engine's bit by bit"
-        ) as error:
+        said = "parity=exact, and a log-prob of step 1 is not the engine's bit by bit"
+        with pytest.raises(EngineError, match=said) as error:
             trainer.step()
     # the token is named with both values, to the last digit
-    found = re.search(
-        r"id (\d+) at place (\d+) of row 0, log-prob (\S+) here and (\S+) in the engine", str(error.value)
-    )
+    place = r"id (\d+) at place (\d+) of row 0, log-prob (\S+) here and (\S+) in the engine"
+    found = re.search(place, str(error.value))
     assert found is not None and found[3] != found[4]
     assert abs(float(found[3]) - float(found[4])) < 1e-4
     (row,) = rows_of(tmp_path / "run")

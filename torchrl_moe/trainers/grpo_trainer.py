@@ -521,8 +521,8 @@ class MoEGRPOTrainer(RunReports):
         if self.config.parity == "exact" and (first := self.learner.first_gap(batch, limit=0.0)):
             raise EngineError(
                 f"parity=exact, and a log-prob of step {self.steps_done} is not the engine's bit by bit: {first}. "
-                "Usual causes: another number of threads (OMP_NUM_THREADS) or another kind of device on one side, or weights "
-                "that did not arrive; parity=off trains on"
+                "Usual causes: another number of threads (OMP_NUM_THREADS) or another kind of device on one side, or "
+                "weights that did not arrive; parity=off trains on"
             )
         limit, gap = self.config.eval.max_mismatch, metrics.get("mismatch_kl", 0.0)
         # only in float32, and on tokens of the newest weights, is a difference no rounding and no age; rank 0 knows it
