@@ -124,10 +124,10 @@ def differing(batch: TensorDictBase, first: str, second: str) -> float:
 def figures(gap: Tensor) -> dict[str, object]:
     """Figures of the log-ratios ``[B, T]`` of answers."""
     total, mask, limits = gap.sum(-1), torch.ones_like(gap, dtype=torch.bool), Thresholds()
-    weight = F.sequence_weight(gap, mask)[:, 0]
+    weight = F.sequence_weight(gap, mask)[:, :1]
     values = {
         "ess": ess(total),
-        "ess_seq_tis": ess(weight.clamp(max=limits.seq_tis).log()),
+        "ess_seq_tis": ess(weight[:, 0].clamp(max=limits.seq_tis).log()),
         "kept_seq_mis": F.weight_within(weight, 0.0, limits.seq_mis).double().mean(),
         "kept_geo": F.geometric_mean_within(gap, mask, *limits.geo)[:, 0].double().mean(),
         "clipped": (gap.exp() - 1).abs().gt(0.2).double().mean(),
