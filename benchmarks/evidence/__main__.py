@@ -28,10 +28,10 @@ def of_lengths(quick: bool) -> Iterator[dict[str, Any]]:
         yield {**MAIN, "lr": 1e-6, "updates": 8, "seed": 0, "longest": 256}
         return
     for seed in range(5):
-        yield {**MAIN, **FRESH, "seed": seed, "longest": 1024}
-    stale = ((1e-6, 1), (1e-6, 8), (1e-5, 1), (1e-5, 8), (1e-4, 8))
+        yield {**MAIN, **FRESH, "seed": seed, "longest": 512}
+        yield {**MAIN, "lr": 1e-6, "updates": 8, "seed": seed, "longest": 256}
     for seed in range(5):
-        for lr, updates in stale:
+        for lr, updates in ((1e-5, 8), (1e-6, 1), (1e-5, 1), (1e-4, 8)):
             yield {**MAIN, "lr": lr, "updates": updates, "seed": seed, "longest": 256}
     others = [{"layers": layers} for layers in (2, 4, 16)] + [
         {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},
@@ -41,8 +41,8 @@ def of_lengths(quick: bool) -> Iterator[dict[str, Any]]:
     for seed in range(5):
         for other in others:
             yield {**MAIN, **FRESH, **other, "seed": seed, "longest": 256}
-    for seed in range(5, 20):
-        yield {**MAIN, **FRESH, "seed": seed, "longest": 1024}
+    for seed in range(20):
+        yield {**MAIN, **FRESH, "seed": seed, "longest": 1024 if seed < 5 else 512}
 
 
 def of_runs(quick: bool) -> Iterator[dict[str, Any]]:

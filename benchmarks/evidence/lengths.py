@@ -25,7 +25,7 @@ from torchrl_moe.testing import Noise, NoisyModel, make_tiny_moe
 
 KEYS = ("family", "layers", "experts", "top_k", "noise", "lr", "updates", "seed", "longest")
 LENGTHS = (8, 32, 64, 128, 256, 512, 1024)
-PROMPT, AT_A_TIME, ANSWERS = 8, 8, 48
+PROMPT, AT_A_TIME, ANSWERS = 8, 8, 32
 SIZES: Mapping[str, tuple[str, str]] = {
     "qwen3_moe": ("num_experts", "num_experts_per_tok"),
     "olmoe": ("num_experts", "num_experts_per_tok"),

@@ -25,7 +25,7 @@ from torchrl_moe.testing.arithmetic import ArithmeticTask, exact_answer
 from torchrl_moe.testing.tiny_moe import practised_tiny_moe
 
 KEYS = ("noise", "stale", "arm", "lr", "seed", "steps")
-SIZES: Mapping[str, Any] = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+SIZES: Mapping[str, Any] = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 4}
 WARM_UP: Mapping[str, Any] = {
     "mistake": "random", "noise": 0.8, "noisy_lr": 1e-3, "noisy_target": 0.15, "batch_size": 128, "max_steps": 400,
 }  # fmt: skip
@@ -81,9 +81,8 @@ def start(task: ArithmeticTask, seed: int) -> tuple[Any, Any]:
 def measured(noise: str, stale: int, arm: str, lr: float, seed: int, steps: int) -> Iterator[dict[str, object]]:
     """Train once; yield a row for every 20 steps."""
     task = ArithmeticTask(operation="sum", digits=1, held_out=20, seed=seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer, tokenizer = start(task, seed)
+    warnings.filterwarnings("ignore", message="the batch has the experts|.*warm-up")
+    trainer, tokenizer = start(task, seed)
     rollouts = NoisyModel(trainer, dataclasses.replace(NOISES[noise], stale=stale, seed=seed))
     options = dict(ARMS[arm])
     actor = TransformersWrapper(trainer, tokenizer=tokenizer, input_mode="tokens", replay=options.pop("replay"))
@@ -152,7 +151,7 @@ def trained(
             row.set(key, values[len(values) - len(row["tokens", "full"]) :])
     out = loss(batch)
     optimizer.zero_grad()
-    out["loss_objective"].backward()
+    out.loss_objective.backward()
     norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
     if bool(norm.isfinite()):
         optimizer.step()
@@ -161,7 +160,7 @@ def trained(
         "reward": float(torch.stack([row["reward"] for row in batch.unbind(0)]).mean()),
         "kl": found["mismatch/k3"],
         "ess": found["mismatch/ess"],
-        "clipped": float(out["clip_fraction"]),
+        "clipped": float(out.clip_fraction),
         "grad_norm": float(norm),
     }
 
