@@ -18,31 +18,29 @@ from benchmarks.evidence.table import DATA, Table
 
 PARTS = ("lengths", "gradients", "runs", "figures")
 MAIN: Mapping[str, Any] = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
-FRESH: Mapping[str, Any] = {"lr": 0.0, "updates": 0}
 
 
 def of_lengths(quick: bool) -> Iterator[dict[str, Any]]:
     """What is measured over lengths, the most important first."""
     if quick:
-        yield {**MAIN, **FRESH, "seed": 0, "longest": 256}
-        yield {**MAIN, "lr": 1e-6, "updates": 8, "seed": 0, "longest": 256}
+        yield {**MAIN, "seed": 0, "longest": 256, "ages": "stale"}
         return
     for seed in range(5):
-        yield {**MAIN, **FRESH, "seed": seed, "longest": 512}
-        yield {**MAIN, "lr": 1e-6, "updates": 8, "seed": seed, "longest": 256}
-    for seed in range(5):
-        for lr, updates in ((1e-5, 8), (1e-6, 1), (1e-5, 1), (1e-4, 8)):
-            yield {**MAIN, "lr": lr, "updates": updates, "seed": seed, "longest": 256}
-    others = [{"layers": layers} for layers in (2, 4, 16)] + [
+        yield {**MAIN, "seed": seed, "longest": 256, "ages": "stale"}
+    others = [
+        {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2}, {"family": "olmoe"}, {"family": "deepseek_v3"},
+        {"noise": "int8 and bfloat16"}, {"noise": "bfloat16, float32 routers"}, {"layers": 2}, {"layers": 4},
         {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},
-        {"family": "mixtral", "experts": 8, "top_k": 2}, {"family": "olmoe"}, {"family": "deepseek_v3"},
-        *({"noise": noise} for noise in lengths.NOISES if noise != "bfloat16"),
+        {"noise": "int8"}, {"noise": "float8"}, {"noise": "float8 and bfloat16"},
     ]  # fmt: skip
     for seed in range(5):
         for other in others:
-            yield {**MAIN, **FRESH, **other, "seed": seed, "longest": 256}
-    for seed in range(20):
-        yield {**MAIN, **FRESH, "seed": seed, "longest": 1024 if seed < 5 else 512}
+            yield {**MAIN, **other, "seed": seed, "longest": 256, "ages": "fresh"}
+    for seed in range(5):
+        yield {**MAIN, "seed": seed, "longest": 256, "ages": "older"}
+        yield {**MAIN, "seed": seed, "longest": 1024, "ages": "stale"}
+    for seed in range(5, 20):
+        yield {**MAIN, "seed": seed, "longest": 512, "ages": "stale"}
 
 
 def of_runs(quick: bool) -> Iterator[dict[str, Any]]:

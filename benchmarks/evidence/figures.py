@@ -56,7 +56,7 @@ def by_length(table: Table, file: Path) -> None:
     panels = [("fresh rollouts", {"updates": 0}), ("8 updates old, lr 1e-6", {"lr": 1e-6, "updates": 8})]
     figure, axes = _figure(len(panels))
     for one, (title, where) in zip(axes, panels, strict=True):
-        rows = table.select(**main, **where)
+        rows = _longest_of_seeds(table.select(**main, **where))
         for arm, color in COLORS.items():
             points = _by((int(r["tokens"]), float(r["ess"])) for r in rows if r["arm"] == arm)
             if arm == "R2" and where["updates"] == 0:
@@ -73,9 +73,9 @@ def by_cause(table: Table, file: Path) -> None:
     """What replay gains at 256 tokens, against which rows move: one point for each setting and seed."""
     figure, axes = _figure(1)
     found: dict[str, list[tuple[float, float]]] = {}
-    settings = {tuple(row[name] for name in (*lengths.KEYS, "tokens")) for row in table.rows if row["tokens"] == "256"}
-    for setting in sorted(settings):
-        where = dict(zip((*lengths.KEYS, "tokens"), setting, strict=True))
+    keys = (*lengths.KEYS, "lr", "updates", "tokens")
+    for setting in sorted({tuple(row[name] for name in keys) for row in table.rows if row["tokens"] == "256"}):
+        where = dict(zip(keys, setting, strict=True))
         rows = {row["arm"]: row for row in table.select(**where)}
         one = rows["R3"]
         moved, mismatch = float(one["rows_moved"]), float(one["rows_mismatch"])
@@ -134,6 +134,12 @@ def by_run(table: Table, file: Path) -> None:
     axes[0].set_ylabel("reward")
     axes[0].legend(loc="upper left")
     figure.savefig(file)
+
+
+def _longest_of_seeds(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Return each seed's longest answers only: shorter ones of the same seed are their beginning."""
+    longest = {row["seed"]: max(int(one["longest"]) for one in rows if one["seed"] == row["seed"]) for row in rows}
+    return [row for row in rows if int(row["longest"]) == longest[row["seed"]]]
 
 
 def _by(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:

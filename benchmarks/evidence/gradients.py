@@ -1,6 +1,6 @@
 """How far the policy gradient is off, exactly: every answer is scored, so expectations are sums and nothing is sampled.
 
-All ``10 ** 3`` answers of three tokens over ten words; a noisy copy of the trainer is the engine, whose distribution
+All ``8 ** 3`` answers of three tokens over eight words; a noisy copy of the trainer is the engine, whose distribution
 over them is mu. An estimator is ``sum over y of mu(y) A(y) w(y) grad log pi(y)``, with the trainer's pi under the live
 router, under the engine's experts (R3) or under those that the trainer itself chose before the updates (R2), and w the
 importance ratio, or cut as a correction cuts it. It is compared with two targets, each the exact gradient of a reward:
@@ -9,7 +9,7 @@ importance ratio, or cut as a correction cuts it. It is compared with two target
 - ``trainer``: of the trainer's own float32 model.
 
 ``error`` is ``|g - g*| / |g*|``, ``cosine`` between them. ``masks=no``: the scorer divides by all
-words, not by the ten.
+words, not by the eight.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.objectives import Thresholds
 from torchrl_moe.testing import Noise, NoisyModel, without_kept_tokens
 
-KEYS = ("family", "layers", "experts", "top_k", "noise", "lr", "updates", "masks", "seed")
-WORDS, LENGTH, PROMPT, AT_A_TIME = 10, 3, (5, 77, 33, 130), 250
+KEYS = ("family", "layers", "experts", "top_k", "noise", "masks", "seed", "ages")
+WORDS, LENGTH, PROMPT, AT_A_TIME = 8, 3, (5, 77, 33, 130), 256
+AGES: Mapping[str, Sequence[tuple[float, int]]] = {
+    "fresh": [(0.0, 0)],
+    "stale": [(0.0, 0), (1e-6, 1), (1e-6, 8), (1e-5, 8)],
+}
+"""Learning rate and updates between the answers and the gradient."""
 FLIPS: Mapping[str, Noise] = {
     f"{how} flips {rate:g}": Noise(flips=rate, nearest=how == "nearest")
     for how in ("nearest", "random")
@@ -102,63 +107,72 @@ class Answers:
 
 
 def measured(
-    family: str, layers: int, experts: int, top_k: int, noise: str, lr: float, updates: int, masks: str, seed: int
+    family: str, layers: int, experts: int, top_k: int, noise: str, masks: str, seed: int, ages: str
 ) -> Iterator[dict[str, object]]:
-    """Yield a row for each arm, weight and target."""
+    """Yield a row for each age, arm, weight and target."""
     trainer = made(family, layers, experts, top_k, seed)
+    start = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     rollouts, answers = NoisyModel(trainer, ALL_NOISES[noise]), Answers(seed)
     with rollouts.running() as model:
         answers.record(model, "routed_experts")
     answers.record(trainer, "own_experts")
     by = {name: _actor(trainer, key) for name, key in ARMS.items()}
     log_mu = answers.values(_actor(rollouts.model, "routed_experts"), answers.batch)
-    _ascend(answers, trainer, lr, updates)
-    # the engine as it is now: the new weights, and its noise
-    now = Answers(seed)
-    deployed = NoisyModel(trainer, ALL_NOISES[noise])
-    with deployed.running() as model:
-        now.record(model, "routed_experts")
-    now.record(trainer, "own_experts")
-    targets = {
-        "engine": _true_gradient(now, _actor(deployed.model, "routed_experts")),
-        "trainer": _true_gradient(answers, by["live"]),
-    }
-    shares = {
-        "rows_mismatch": _share(answers, "routed_experts", answers, "own_experts"),
-        "rows_moved": _share(answers, "own_experts", now, "own_experts"),
-        "engine_rows_moved": _share(answers, "routed_experts", now, "routed_experts"),
-    }
     told = answers.batch if masks == "yes" else without_kept_tokens(answers.batch)
     mu = log_mu.exp()
     advantage = answers.reward - (mu * answers.reward).sum()
-    cuts = lr >= 1e-4 or noise.endswith(("0.3", "float8"))  # elsewhere no ratio of three tokens is cut
-    for arm, actor in by.items():
-        log_pi = answers.values(actor, told)
-        ratio = (log_pi - log_mu).exp()
-        ess = float((mu * ratio).sum() ** 2 / (mu * ratio.square()).sum())
-        limit = Thresholds().seq_tis
-        weights = {
-            "none": torch.ones_like(ratio),
-            "ratio": ratio,
-            "clip": ratio * ~(((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))),
-            "tis": ratio.clamp(max=limit),
-            "mis": ratio * (ratio <= limit),
+    for lr, updates in AGES[ages]:
+        trainer.load_state_dict(start)
+        _ascend(answers, trainer, lr, updates)
+        # the engine as it is now: the new weights, and its noise
+        now, deployed = Answers(seed), NoisyModel(trainer, ALL_NOISES[noise])
+        with deployed.running() as model:
+            now.record(model, "routed_experts")
+        now.record(trainer, "own_experts")
+        targets = {
+            "engine": _true_gradient(now, _actor(deployed.model, "routed_experts")),
+            "trainer": _true_gradient(answers, by["live"]),
         }
-        if not cuts:
-            weights = {name: weights[name] for name in ("none", "ratio")}
-        for name, weight in weights.items():
-            found = answers.gradient(actor, told, mu * weight * advantage)
-            for target, true in targets.items():
-                yield {
-                    "arm": arm,
-                    "weight": name,
-                    "target": target,
-                    "error": f"{float((found - true).norm() / true.norm()):.5g}",
-                    "cosine": f"{float(torch.cosine_similarity(found, true, 0)):.6g}",
-                    "ess": f"{ess:.6g}",
-                    "kl": f"{float((mu * (log_mu - log_pi)).sum()):.4g}",
-                    **{key: f"{value:.5g}" for key, value in shares.items()},
-                }
+        shares = {
+            "rows_mismatch": _share(answers, "routed_experts", answers, "own_experts"),
+            "rows_moved": _share(answers, "own_experts", now, "own_experts"),
+            "engine_rows_moved": _share(answers, "routed_experts", now, "routed_experts"),
+        }
+        for arm, actor in by.items():
+            if arm == "R2" and not updates:
+                continue  # the live router's choice of a moment ago
+            log_pi = answers.values(actor, told)
+            ratio = (log_pi - log_mu).exp()
+            ess = float((mu * ratio).sum() ** 2 / (mu * ratio.square()).sum())
+            for name, weight in _weights(ratio, advantage).items():
+                if bool((weight == ratio).all()) and name != "ratio":
+                    continue  # nothing is cut
+                found = answers.gradient(actor, told, mu * weight * advantage)
+                for target, true in targets.items():
+                    yield {
+                        "lr": lr,
+                        "updates": updates,
+                        "arm": arm,
+                        "weight": name,
+                        "target": target,
+                        "error": f"{float((found - true).norm() / true.norm()):.5g}",
+                        "cosine": f"{float(torch.cosine_similarity(found, true, 0)):.6g}",
+                        "ess": f"{ess:.6g}",
+                        "kl": f"{float((mu * (log_mu - log_pi)).sum()):.4g}",
+                        **{key: f"{value:.5g}" for key, value in shares.items()},
+                    }
+
+
+def _weights(ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+    """The weight of each answer: none, the ratio, and the ratio as corrections cut it."""
+    limit = Thresholds().seq_tis
+    return {
+        "none": torch.ones_like(ratio),
+        "ratio": ratio,
+        "clip": ratio * ~(((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))),
+        "tis": ratio.clamp(max=limit),
+        "mis": ratio * (ratio <= limit),
+    }
 
 
 def _actor(model: Any, key: str | None) -> TransformersWrapper:
@@ -199,28 +213,23 @@ def _share(answers: Answers, first: str, others: Answers, second: str) -> float:
     )
 
 
-def settings(quick: bool) -> Sequence[dict[str, Any]]:
+def settings(quick: bool) -> Iterator[dict[str, Any]]:
     """What is measured, the most important first."""
-    seeds = 1 if quick else 5
-    main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4}
-    fresh = {"lr": 0.0, "updates": 0, "masks": "yes"}
-    found: list[dict[str, Any]] = []
-    for seed in range(seeds):
-        one = {**main, "seed": seed}
-        found.append({**one, **fresh, "noise": "bfloat16"})
-        found += [
-            {**one, "noise": "bfloat16", "masks": "yes", "lr": lr, "updates": updates}
-            for lr, updates in ((1e-6, 1), (1e-6, 8), (1e-5, 8))
-        ]
-    for seed in range(seeds):
-        one = {**main, **fresh, "seed": seed}
-        found += [{**one, "noise": noise} for noise in ALL_NOISES if noise != "bfloat16"]
-        found.append({**one, "noise": "bfloat16", "masks": "no"})
-    if not quick:
-        for seed in range(seeds):
-            others = [{"layers": layers} for layers in (2, 4, 16)] + [
-                {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},
-                {"family": "mixtral", "experts": 8, "top_k": 2}, {"family": "olmoe"}, {"family": "deepseek_v3"},
-            ]  # fmt: skip
-            found += [{**main, **other, **fresh, "noise": "bfloat16", "seed": seed} for other in others]
-    return found
+    main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16", "masks": "yes"}
+    seeds = range(1 if quick else 5)
+    for seed in seeds:
+        yield {**main, "seed": seed, "ages": "stale"}
+    others: list[dict[str, Any]] = [
+        {"masks": "no"}, {"noise": "bfloat16, float32 routers"}, {"noise": "int8 and bfloat16"},
+        *({"noise": noise} for noise in FLIPS), {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2},
+        {"family": "olmoe"}, {"family": "deepseek_v3"},
+    ]  # fmt: skip
+    more: list[dict[str, Any]] = [
+        {"layers": 2}, {"layers": 4}, {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8},
+        {"experts": 64, "top_k": 1}, {"noise": "int8"}, {"noise": "float8"}, {"noise": "float8 and bfloat16"},
+        *({"noise": noise} for noise in PAIRS),
+    ]  # fmt: skip
+    for part in [others[:1]] if quick else [others, more]:
+        for seed in seeds:
+            for other in part:
+                yield {**main, **other, "seed": seed, "ages": "fresh"}

@@ -9,7 +9,7 @@ itself chose before the updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torchrl_moe.objectives import functional as F
 from torchrl_moe.ops import k3
 from torchrl_moe.testing import Noise, NoisyModel, make_tiny_moe
 
-KEYS = ("family", "layers", "experts", "top_k", "noise", "lr", "updates", "seed", "longest")
+KEYS = ("family", "layers", "experts", "top_k", "noise", "seed", "longest", "ages")
 LENGTHS = (8, 32, 64, 128, 256, 512, 1024)
 PROMPT, AT_A_TIME, ANSWERS = 8, 8, 32
 SIZES: Mapping[str, tuple[str, str]] = {
@@ -32,6 +32,14 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
     "deepseek_v3": ("n_routed_experts", "num_experts_per_tok"),
 }
+AGES: Mapping[str, Sequence[tuple[float, int]]] = {
+    "fresh": [(0.0, 0)],
+    "stale": [(0.0, 0), (1e-6, 8), (1e-5, 8)],
+    "older": [(1e-6, 1), (1e-5, 1), (1e-4, 8)],
+}
+"""Learning rate and updates between sampling and scoring."""
+UPDATED_WITH = 8
+"""Answers of an update: Adam moves each weight by about its learning rate, whatever the batch is."""
 NOISES: Mapping[str, Noise] = {
     "bfloat16": Noise(dtype=torch.bfloat16),
     "bfloat16, float32 routers": Noise(dtype=torch.bfloat16, float32_routers=True),
@@ -49,29 +57,32 @@ def made(family: str, layers: int, experts: int, top_k: int, seed: int) -> Any:
 
 
 def measured(
-    family: str, layers: int, experts: int, top_k: int, noise: str, lr: float, updates: int, seed: int, longest: int
+    family: str, layers: int, experts: int, top_k: int, noise: str, seed: int, longest: int, ages: str
 ) -> Iterator[dict[str, object]]:
-    """Yield a row for each arm and length."""
+    """Yield a row for each age of the answers, arm and length."""
     trainer = made(family, layers, experts, top_k, seed)
+    start = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     rollouts = NoisyModel(trainer, NOISES[noise])
     batch = sampled(rollouts, longest, seed)
-    live = TransformersWrapper(trainer, replay="none")
     # who chose what: the engine, the trainer with the weights of that time, and with those of now
+    recording = TransformersWrapper(trainer, replay="R2", rerecord=True)
+    r3 = recording.get_new_version(replay="R3")
+    r2 = recording.get_new_version(replay="R3", routed_experts_key="own_experts")
     mu = scored(TransformersWrapper(rollouts.model, replay="R2"), batch, "routed_experts")
-    scored(TransformersWrapper(trainer, replay="R2"), batch, "own_experts")
-    r3 = live.get_new_version(replay="R3")
-    r2 = live.get_new_version(replay="R3", routed_experts_key="own_experts")
-    update(trainer, r3, batch, lr, updates)
-    now = batch.copy()
-    scored(live.get_new_version(replay="R2", rerecord=True), now, "now_experts")
-    shares = {
-        "rows_mismatch": differing(batch, "routed_experts", "own_experts"),
-        "rows_moved": differing(now, "own_experts", "now_experts"),
-    }
-    for arm, actor in (("live", live), ("R3", r3), ("R2", r2)):
-        gap = scored(actor, batch) - mu
-        for length in (one for one in LENGTHS if one <= longest):
-            yield {"tokens": length, "arm": arm, **figures(gap[:, :length]), **shares}
+    scored(recording, batch, "own_experts")
+    for lr, updates in AGES[ages]:
+        trainer.load_state_dict(start)
+        update(trainer, r3, batch, lr, updates)
+        live = scored(recording, batch, "now_experts")
+        gaps = {"live": live - mu, "R3": scored(r3, batch) - mu}
+        gaps["R2"] = scored(r2, batch) - mu if updates else gaps["live"]  # its own choice of a moment ago
+        shares = {
+            "rows_mismatch": f"{differing(batch, 'routed_experts', 'own_experts'):.5g}",
+            "rows_moved": f"{differing(batch, 'own_experts', 'now_experts'):.5g}",
+        }
+        for arm, gap in gaps.items():
+            for length in (one for one in LENGTHS if one <= longest):
+                yield {"lr": lr, "updates": updates, "tokens": length, "arm": arm, **figures(gap[:, :length]), **shares}
 
 
 def sampled(rollouts: NoisyModel, longest: int, seed: int) -> TensorDictBase:
@@ -108,9 +119,9 @@ def update(trainer: Any, actor: TransformersWrapper, batch: TensorDictBase, lr: 
     generator = torch.Generator().manual_seed(0)
     for _ in range(updates):
         optimizer.zero_grad()
-        for part in batch.split(AT_A_TIME):
-            log_probs = actor.score(part.copy(), entropy=False)[0][:, PROMPT:].sum(-1)
-            (torch.randn(len(part), generator=generator) * log_probs).mean().backward()
+        part = batch[:UPDATED_WITH].copy()
+        log_probs = actor.score(part, entropy=False)[0][:, PROMPT:].sum(-1)
+        (torch.randn(len(part), generator=generator) * log_probs).mean().backward()
         optimizer.step()
 
 
