@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_moe._compat_transformers import one_shape_of_experts
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.collectors.workflow import EnvLike
 from torchrl_moe.errors import EngineError
@@ -354,7 +353,6 @@ class MoEGRPOTrainer(RunReports):
             raise ConfigError(
                 "parity=exact needs one rank, and a trainer that computes in float32: model.dtype=float32"
             )
-        one_shape_of_experts(self.policy_model.model)
         return int(self.config.engine.arguments["max_model_len"])
 
     def _restore(self, made: ExitStack) -> None:
