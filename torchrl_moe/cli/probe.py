@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from torchrl_moe.modules import AsyncVLLM
-    from torchrl_moe.modules.policies.probe import MovedRows
+    from torchrl_moe.modules.policies.probe import Causes
     from torchrl_moe.objectives import MismatchMetrics
 
 __all__ = ["COMMAND", "PROMPTS", "read_prompts"]
@@ -60,8 +60,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trainer",
         metavar="MODEL",
-        help="weights of the trainer after more updates, such as a checkpoint: tells rows with other experts by "
-        "mismatch from those by updates (default: those of MODEL)",
+        help="weights of the trainer after more updates, such as a checkpoint: tells mismatch from updates (default: "
+        "those of MODEL)",
     )
     add_engine_arguments(parser, "bfloat16")
 
@@ -122,7 +122,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         note(f"scoring {len(prompts)} answers by transformers, with replay and without ...")
         model = load(options.trainer or folder, trainer_dtype)
         replayed, live = _score(model, rollouts, options.temperature)
-        moved = None if options.trainer is None else _moved(model, load(folder, trainer_dtype), rollouts)
+        causes = None if options.trainer is None else _causes(model, load(folder, trainer_dtype), rollouts)
     from torchrl_moe.cli.probe_result import ProbeResult
     from torchrl_moe.modules.policies.probe import dtype_gaps
     from torchrl_moe.weight_update import get_model_metadata
@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     title = f"{options.model}: {options.engine} in {options.dtype}, scored by transformers in {trainer_dtype}"
     if options.trainer is not None:
         title += f" with the weights of {options.trainer}"
-    result = ProbeResult.of(title, replayed, live, dtype_gaps(held, get_model_metadata(model)), moved)
+    result = ProbeResult.of(title, replayed, live, dtype_gaps(held, get_model_metadata(model)), causes)
     output.show(result.text(), result.to_dict())
     return PROBLEM if result.problems else FINE
 
@@ -194,11 +194,11 @@ def _score(
     return replayed, live
 
 
-def _moved(model: PreTrainedModel, before: PreTrainedModel, rollouts: TensorDictBase) -> MovedRows:
+def _causes(model: PreTrainedModel, before: PreTrainedModel, rollouts: TensorDictBase) -> Causes:
     from torchrl_moe.modules import TransformersWrapper
-    from torchrl_moe.modules.policies.probe import moved_rows
+    from torchrl_moe.modules.policies.probe import causes_of
 
-    return moved_rows(TransformersWrapper(model, replay="R3"), rollouts, before)
+    return causes_of(TransformersWrapper(model, replay="R3"), rollouts, before)
 
 
 COMMAND = Command(
@@ -211,7 +211,7 @@ COMMAND = Command(
         ("torchrl-moe probe path/to/moe --prompts mine.txt", "your model, your prompts"),
         ("torchrl-moe probe tiny --dtype float32", "float32 proves that routes are mapped right"),
         ("torchrl-moe probe tiny --engine transformers", "without vLLM"),
-        ("torchrl-moe probe path/to/moe --trainer run/model", "is it mismatch, or have updates moved the routers?"),
+        ("torchrl-moe probe path/to/moe --trainer run/model", "is it mismatch, or what updates moved?"),
     ],
     add_arguments=_add_arguments,
     run=_run,

@@ -18,8 +18,8 @@ from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrappe
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
 __all__ = [
-    "DtypeGap", "Kinds", "Mismatch", "MovedRows", "ReplayProbe", "dtype_gaps", "gaps_table", "is_router",
-    "moved_rows", "probe_replay", "router_advice",
+    "Causes", "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "causes_of", "dtype_gaps", "gaps_table", "is_router",
+    "probe_replay", "router_advice",
 ]  # fmt: skip
 
 Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
@@ -127,35 +127,42 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class MovedRows:
-    """Shares of the (token, layer) rows that have other experts, of the same tokens, by cause.
+class Causes:
+    """Why a trainer is not its engine: by mismatch, and by updates since the engine generated.
 
-    ``mismatch``: the engine's against the trainer's, both with the weights that generated. ``updates``: the trainer's
-    with those weights against the trainer's now.
+    Mismatch is the engine against the trainer with the weights that generated, on its live router; updates are the
+    trainer with those weights against the trainer now. ``rows_*`` are shares of the (token, layer) rows that have other
+    experts. ``answers_*`` are root mean squares of the log-ratio of a whole answer, the sum over its tokens: above 1, a
+    few answers have most of the weight.
 
-    >>> print(MovedRows(mismatch=0.08, updates=0.003))
-    rows with other experts: 8 % by mismatch, 0.3 % by updates. Mismatch dominates: R3 removes it from the ratios.
+    >>> Causes(rows_mismatch=0.08, rows_updates=0.004, answers_mismatch=1.3, answers_updates=0.25).dominant
+    'mismatch'
     """
 
-    mismatch: float
-    updates: float
+    rows_mismatch: float
+    rows_updates: float
+    answers_mismatch: float
+    answers_updates: float
 
     @property
     def dominant(self) -> str:
-        """``"mismatch"``, ``"updates"``, or ``""`` if no row has other experts."""
-        if not self.mismatch and not self.updates:
+        """``"mismatch"`` or ``"updates"``, whichever moves answers more; ``""`` if no row has other experts."""
+        if not self.rows_mismatch and not self.rows_updates:
             return ""
-        return "updates" if self.updates > self.mismatch else "mismatch"
+        return "updates" if self.answers_updates > self.answers_mismatch else "mismatch"
 
     def __str__(self) -> str:
         says = {
             "": "The routers agree: replay changes nothing.",
-            "mismatch": "Mismatch dominates: R3 removes it from the ratios.",
-            "updates": "Updates dominate: recorded experts are those of a router that has moved on. Use fresher "
-            "rollouts first (rollout.max_staleness, engine.sync_every, optim.lr); R3 gains little until then.",
+            "mismatch": "Mismatch dominates: R3 removes most of it.",
+            "updates": "Updates dominate: R3 cannot remove those. Use fresher rollouts first (rollout.max_staleness, "
+            "engine.sync_every, optim.lr).",
         }
-        shares = (f"{100 * share:.2g} %" for share in (self.mismatch, self.updates))
-        return "rows with other experts: {} by mismatch, {} by updates. {}".format(*shares, says[self.dominant])
+        return (
+            f"by mismatch: {100 * self.rows_mismatch:.2g} % of rows have other experts, log-ratio of an answer "
+            f"{self.answers_mismatch:.2g}; by updates: {100 * self.rows_updates:.2g} %, {self.answers_updates:.2g}. "
+            + says[self.dominant]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +173,8 @@ class ReplayProbe:
     live: Mismatch
     agreement: float
     tokens: int
-    moved: MovedRows | None = None
-    """Which rows have other experts by mismatch and which by updates, if the probe was given the earlier model."""
+    causes: Causes | None = None
+    """How much is mismatch and how much updates, if the probe was given the earlier model."""
 
     @property
     def gain(self) -> float:
@@ -189,10 +196,10 @@ class ReplayProbe:
 
     def __str__(self) -> str:
         table = plain_table(self._title, HEADER, self._rows(), wide=HEADER[:1])
-        return table if self.moved is None else f"{table}\n{self.moved}"
+        return table if self.causes is None else f"{table}\n{self.causes}"
 
     def _repr_html_(self) -> str:
-        title = self._title if self.moved is None else f"{self._title}; {self.moved}"
+        title = self._title if self.causes is None else f"{self._title}; {self.causes}"
         return html_table(title, HEADER, self._rows())
 
 
@@ -236,40 +243,46 @@ def probe_replay(
         live=Mismatch.of(live[known], sampled[known]),
         agreement=scratch.get(("routing", "agreement")).nanmean().item(),
         tokens=int(known.sum()),
-        moved=None if before is None else moved_rows(actor, td, before),
+        causes=None if before is None else causes_of(actor, td, before),
     )
 
 
 @torch.no_grad()
-def moved_rows(actor: TransformersWrapper, td: TensorDictBase, before: nn.Module) -> MovedRows:
-    """Compare the experts in rollouts with those that a model chooses, as it was when they were made and as it is now.
+def causes_of(actor: TransformersWrapper, td: TensorDictBase, before: nn.Module) -> Causes:
+    """Tell mismatch from updates, on rollouts whose trainer was updated since.
 
     Args:
-        actor: a scoring wrapper with ``replay="R3"``, of the model as it is now. ``td`` is not changed.
-        td: rollouts with ``("routed_experts", "full")``; rows without experts do not count.
-        before: the model as it was.
+        actor: a scoring wrapper with ``replay="R3"``, of the model as it is now.
+        td: rollouts with ``("log_probs", "full")`` and ``("routed_experts", "full")``; it is not changed.
+        before: the model as it was when they were generated.
     """
     engine = samples_of(td, (actor.routed_experts_key, "full"))
     if engine is None or any(row is None for row in engine):
         raise ValueError(f"no experts of the engine at {(actor.routed_experts_key, 'full')!r} in every sample")
-    then, now = (_own_experts(actor, td, model) for model in (before, actor.model))
+    batch = read_batch(td, actor.input_key, (actor.masks_key, "all_attention_mask"))
+    sampled = read_rows(td, (actor.log_probs_key, "full"), float("nan"), batch.lengths)
+    if sampled is None:
+        raise ValueError(f"no log-probs of the engine at {(actor.log_probs_key, 'full')!r} in every sample")
+    (old, then), (new, now) = (_own(actor, td, model) for model in (before, actor.model))
     rows = mismatch = updates = 0
-    for theirs, old, new in zip(engine, then, now, strict=True):
+    for theirs, first, second in zip(engine, then, now, strict=True):
         assert theirs is not None
         known = theirs[..., 0].cpu() >= 0
-        chosen = [one.cpu().long()[known].sort(-1).values for one in (theirs, old, new)]
+        chosen = [one.cpu().long()[known].sort(-1).values for one in (theirs, first, second)]
         rows += int(known.sum())
         mismatch += int((chosen[0] != chosen[1]).any(-1).sum())
         updates += int((chosen[1] != chosen[2]).any(-1).sum())
     if not rows:
         raise ValueError("no row of the rollouts has experts: there is nothing to compare")
-    return MovedRows(mismatch / rows, updates / rows)
+    sampled = sampled.to(old.device)
+    counts = batch.scored.to(old.device) & sampled.isfinite()
+    of_answers = [gap.masked_fill(~counts, 0).double().sum(-1) for gap in (old - sampled, new - old)]
+    return Causes(mismatch / rows, updates / rows, *(float(one.square().mean().sqrt()) for one in of_answers))
 
 
-def _own_experts(actor: TransformersWrapper, td: TensorDictBase, model: nn.Module) -> list[Tensor]:
-    """Return what a model's own routers choose, ``[T, L, K]`` of each sample."""
+def _own(actor: TransformersWrapper, td: TensorDictBase, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    """Return a model's log-probs on its live routers, ``[B, T]``, and what they choose, ``[T, L, K]`` of each sample."""
     scratch = td.copy()
-    actor.get_new_version(model=model, replay="R2", rerecord=True, measure_agreement=False).score(
-        scratch, entropy=False
-    )
-    return [row for row in samples_of(scratch, (RECORDED, "full")) or () if row is not None]
+    recording = actor.get_new_version(model=model, replay="R2", rerecord=True, measure_agreement=False)
+    log_probs, _, _ = recording.score(scratch, entropy=False)
+    return log_probs, [row for row in samples_of(scratch, (RECORDED, "full")) or () if row is not None]

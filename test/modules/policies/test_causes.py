@@ -1,4 +1,4 @@
-"""Rows with other experts by mismatch beside those that updates moved: counted by hand, in a function and a command."""
+"""What is mismatch and what updates: rows and log-ratios by hand, in a function and in a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from support.engines import EngineShelf
 from torchrl_moe.cli.main import main
 from torchrl_moe.modules import AsyncVLLM, RouterReplay, TransformersWrapper, probe_replay
-from torchrl_moe.modules.policies.probe import Mismatch, MovedRows, ReplayProbe
+from torchrl_moe.modules.policies.probe import Causes, Mismatch, ReplayProbe
 from torchrl_moe.testing import make_tiny_moe
 
 ROWS, TOKENS = 3, 6
@@ -56,7 +56,14 @@ def with_other_routers(model: PreTrainedModel, layer: int) -> PreTrainedModel:
     return other
 
 
-def test_rows_are_counted_by_cause() -> None:
+def scores(model: PreTrainedModel, td: TensorDictBase) -> torch.Tensor:
+    """log-probs ``[B, T - 2]`` of the tokens that were sampled."""
+    ids = torch.stack([row["tokens", "full"] for row in td.unbind(0)])
+    with torch.no_grad():
+        return model(ids).logits.log_softmax(-1)[:, 1:-1].gather(-1, ids[:, 2:, None])[..., 0]
+
+
+def test_rows_and_answers_are_counted_by_cause() -> None:
     before = make_tiny_moe()
     td = rollouts(before)
     known = ROWS * (TOKENS - 1) * ROUTERS
@@ -65,19 +72,26 @@ def test_rows_are_counted_by_cause() -> None:
         row = td[sample]["routed_experts", "full"][token, 1]
         row[0] = next(e for e in range(16) if e not in row.tolist())
     td[1]["routed_experts", "full"][2, 2] = td[1]["routed_experts", "full"][2, 2].flip(0)
+    # and in the log-probs of two answers: by 3 and by 4 in all, so the root mean square over three is 5 / sqrt(3)
+    td[0]["log_probs", "full"][2:4] += torch.tensor([1.0, 2.0])
+    td[1]["log_probs", "full"][5] -= 4.0
     # the last layer's router is another one now: all of its rows have moved, and no other
-    now = TransformersWrapper(with_other_routers(before, 3), replay="R3")
-    probe = probe_replay(now, td, use_tqdm=False, before=before)
-    assert probe.moved is not None
-    assert probe.moved.mismatch == pytest.approx(2 / known)
-    assert probe.moved.updates == pytest.approx(1 / ROUTERS)
-    assert probe.moved.dominant == "updates"
-    assert "33 % by updates. Updates dominate" in str(probe)
-    assert str(probe.moved) in probe._repr_html_()
+    other = with_other_routers(before, 3)
+    moved = (scores(other, td) - scores(before, td)).sum(-1).square().mean().sqrt().item()
+    probe = probe_replay(TransformersWrapper(other, replay="R3"), td, use_tqdm=False, before=before)
+    assert probe.causes is not None
+    assert probe.causes.rows_mismatch == pytest.approx(2 / known)
+    assert probe.causes.rows_updates == pytest.approx(1 / ROUTERS)
+    assert probe.causes.answers_mismatch == pytest.approx(5 / 3**0.5, rel=1e-4)
+    assert probe.causes.answers_updates == pytest.approx(moved, rel=1e-3) and moved > 0.1
+    assert "by updates: 33 %" in str(probe) and str(probe.causes) in probe._repr_html_()
     # without updates all is mismatch, and without the earlier model nothing is said
     actor = TransformersWrapper(make_tiny_moe(), replay="R3")
-    assert probe_replay(actor, td, use_tqdm=False, before=before).moved == MovedRows(2 / known, 0.0)
-    assert probe_replay(actor, td, use_tqdm=False).moved is None
+    found = probe_replay(actor, td, use_tqdm=False, before=before).causes
+    assert found is not None
+    assert (found.rows_mismatch, found.rows_updates, found.dominant) == (pytest.approx(2 / known), 0.0, "mismatch")
+    assert found.answers_updates < 1e-5
+    assert probe_replay(actor, td, use_tqdm=False).causes is None
 
 
 def test_the_model_of_before_may_be_the_actors_own_and_nothing_is_written() -> None:
@@ -85,23 +99,32 @@ def test_the_model_of_before_may_be_the_actors_own_and_nothing_is_written() -> N
     td = rollouts(model)
     keys = set(td.keys(True, True))
     actor = TransformersWrapper(model, replay="R3")
-    assert probe_replay(actor, td, use_tqdm=False, before=model).moved == MovedRows(0.0, 0.0)
+    found = probe_replay(actor, td, use_tqdm=False, before=model).causes
+    assert found is not None and (found.rows_mismatch, found.rows_updates, found.dominant) == (0.0, 0.0, "")
+    assert max(found.answers_mismatch, found.answers_updates) < 1e-4
     assert set(td.keys(True, True)) == keys
     assert actor.replay == "R3"
 
 
 @pytest.mark.parametrize(
-    ("mismatch", "updates", "dominant", "says"),
+    ("rows", "answers", "dominant", "says"),
     [
-        (0.0, 0.0, "", "replay changes nothing"),
-        (0.08, 0.003, "mismatch", "Mismatch dominates: R3 removes it"),
-        (0.08, 0.08, "mismatch", "Mismatch dominates"),
-        (0.05, 0.23, "updates", "Updates dominate"),
+        ((0.0, 0.0), (0.0, 0.0), "", "replay changes nothing"),
+        ((0.0, 0.0), (0.1, 0.5), "", "replay changes nothing"),  # a dense model's updates, say
+        ((0.075, 0.004), (1.3, 0.2), "mismatch", "Mismatch dominates: R3 removes"),
+        ((0.075, 0.03), (1.3, 1.9), "updates", "Updates dominate: R3 cannot remove those"),
+        ((0.0, 0.01), (0.5, 0.5), "mismatch", "Mismatch dominates"),
     ],
 )
-def test_which_one_dominates(mismatch: float, updates: float, dominant: str, says: str) -> None:
-    moved = MovedRows(mismatch, updates)
-    assert moved.dominant == dominant and says in str(moved)
+def test_which_one_dominates(rows: tuple[float, float], answers: tuple[float, float], dominant: str, says: str) -> None:
+    causes = Causes(*rows, *answers)
+    assert causes.dominant == dominant and says in str(causes)
+
+
+def test_causes_are_printed_with_both_measures() -> None:
+    assert str(Causes(0.075, 0.0038, 1.32, 0.246)).startswith(
+        "by mismatch: 7.5 % of rows have other experts, log-ratio of an answer 1.3; by updates: 0.38 %, 0.25. "
+    )
 
 
 def test_rollouts_without_a_row_are_refused() -> None:
@@ -130,10 +153,14 @@ def test_the_command_compares_a_later_checkpoint(
     command = ["probe", str(folder), "--engine", "transformers", "--dtype", "float32", "--max-new-tokens", "6"]
     main([*command, "--trainer", str(tmp_path / "later"), "--json"])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["moved"] == {"mismatch": 0.0, "updates": pytest.approx(1 / ROUTERS), "dominant": "updates"}
+    causes = found["causes"]
+    assert (causes["rows_mismatch"], causes["dominant"]) == (0.0, "updates")
+    assert causes["rows_updates"] == pytest.approx(1 / ROUTERS)
+    assert causes["answers_mismatch"] < 1e-4 < causes["answers_updates"]
     assert str(tmp_path / "later") in found["title"]
     main([*command, "--trainer", str(tmp_path / "later")])
-    assert "0 % by mismatch, 33 % by updates. Updates dominate" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "by mismatch: 0 % of rows" in out and "by updates: 33 %" in out and "Updates dominate" in out
 
 
 @pytest.mark.parametrize(
