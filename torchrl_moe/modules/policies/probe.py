@@ -281,7 +281,7 @@ def causes_of(actor: TransformersWrapper, td: TensorDictBase, before: nn.Module)
 
 
 def _own(actor: TransformersWrapper, td: TensorDictBase, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    """Return a model's log-probs on its live routers, ``[B, T]``, and what they choose, ``[T, L, K]`` of each sample."""
+    """Return a model's log-probs on its live routers, ``[B, T]``, and their choices, ``[T, L, K]`` of each sample."""
     scratch = td.copy()
     recording = actor.get_new_version(model=model, replay="R2", rerecord=True, measure_agreement=False)
     log_probs, _, _ = recording.score(scratch, entropy=False)
