@@ -24,7 +24,7 @@ def draw(data: Path, folder: Path) -> None:
     of_runs = Table(data / "runs.csv", runs.KEYS)
     if of_lengths.rows:
         by_length(of_lengths, folder / "evidence_length.png")
-        by_cause(of_lengths, folder / "evidence_cause.png")
+        by_setting(of_lengths, folder / "evidence_settings.png")
     if of_gradients.rows:
         by_target(of_gradients, folder / "evidence_gradient.png")
     if of_runs.rows:
@@ -69,27 +69,31 @@ def by_length(table: Table, file: Path) -> None:
     figure.savefig(file)
 
 
-def by_cause(table: Table, file: Path) -> None:
-    """What replay gains at 256 tokens, against which rows move: one point for each setting and seed."""
+def by_setting(table: Table, file: Path) -> None:
+    """Effective sample size of answers of 256 tokens: by age, family, size and noise; median and quartiles of seeds."""
+    main = dict(zip(lengths.KEYS[:5], ("qwen3_moe", "8", "32", "4", "bfloat16"), strict=True))
+    rows = _longest_of_seeds([row for row in table.rows if row["tokens"] == "256"])
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        own = [row[name] for name, value in main.items() if row[name] != value and name not in ("experts", "top_k")]
+        if (row["experts"], row["top_k"]) != ("32", "4"):
+            own.append(f"{row['experts']} experts, top {row['top_k']}")
+        if row["layers"] != "8":
+            own[own.index(row["layers"])] = f"{row['layers']} layers"
+        if row["updates"] != "0":
+            own.append(f"{row['updates']} updates of {float(row['lr']):.0e}".replace("e-0", "e-"))
+        found.setdefault(", ".join(own) or "fresh", {}).setdefault(row["arm"], []).append(float(row["ess"]))
+    order = sorted(found, key=lambda name: (name != "fresh", "updates" not in name, name))
     figure, axes = _figure(1)
-    found: dict[str, list[tuple[float, float]]] = {}
-    keys = (*lengths.KEYS, "lr", "updates", "tokens")
-    for setting in sorted({tuple(row[name] for name in keys) for row in table.rows if row["tokens"] == "256"}):
-        where = dict(zip(keys, setting, strict=True))
-        rows = {row["arm"]: row for row in table.select(**where)}
-        one = rows["R3"]
-        moved, mismatch = float(one["rows_moved"]), float(one["rows_mismatch"])
-        gain = float(one["ess"]) - float(rows["live"]["ess"])
-        kind = "updates move more rows" if moved > mismatch else "mismatch moves more rows"
-        found.setdefault(kind, []).append((100 * mismatch, gain))
-    for kind, points in sorted(found.items()):
-        color = "tab:red" if "updates" in kind else "tab:blue"
-        axes[0].scatter(*zip(*points, strict=True), s=14, alpha=0.7, label=kind, color=color)
-    axes[0].axhline(0, color="black", linewidth=0.8)
-    axes[0].set(
-        xscale="symlog", xlabel="% of rows with other experts by mismatch", ylabel="R3 less live: share of samples",
-    )  # fmt: skip
-    axes[0].legend(loc="upper left")
+    for place, name in enumerate(reversed(order)):
+        for arm in ("live", "R3"):
+            median, low, high = middle(found[name][arm])
+            axes[0].plot([low, high], [place, place], color=COLORS[arm], alpha=0.4, linewidth=4)
+            axes[0].plot(median, place, "o", color=COLORS[arm], label=arm if not place else None)
+    axes[0].set_yticks(range(len(order)), [f"{name} ({len(found[name]['R3'])})" for name in reversed(order)])
+    axes[0].set(xlim=(0, 1.03), xlabel="share of answers of 256 tokens that count (number of seeds in brackets)")
+    axes[0].legend(loc="lower left")
+    figure.set_size_inches(SIZE[0], 1.2 + 0.3 * len(order))
     figure.savefig(file)
 
 
@@ -137,9 +141,15 @@ def by_run(table: Table, file: Path) -> None:
 
 
 def _longest_of_seeds(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """Return each seed's longest answers only: shorter ones of the same seed are their beginning."""
-    longest = {row["seed"]: max(int(one["longest"]) for one in rows if one["seed"] == row["seed"]) for row in rows}
-    return [row for row in rows if int(row["longest"]) == longest[row["seed"]]]
+    """Return the longest answers of each setting and seed: shorter ones of the same seed are their beginning."""
+
+    def setting(row: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(row[name] for name in (*lengths.KEYS[:6], "lr", "updates"))
+
+    longest: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        longest[setting(row)] = max(longest.get(setting(row), 0), int(row["longest"]))
+    return [row for row in rows if int(row["longest"]) == longest[setting(row)]]
 
 
 def _by(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
