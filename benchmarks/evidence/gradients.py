@@ -90,7 +90,146 @@ class Answers:
     def record(self, model: Any, key: str) -> None:
         """Write the experts that a model chooses; equal prefixes get equal ones, as in an engine."""
         rows = []
-        for rank, part in enumerate([others[:1]] if quick else [others, more], 1):
+        for part in self.ids.split(AT_A_TIME):
+            with RouterReplay.of(model).record() as recording:
+                model(part)
+            rows.append(recording.routed_experts)
+        routes = torch.cat(rows)
+        for t in range(routes.shape[1]):  # flips are drawn for each row: those of a prefix's first answer hold for all
+            _, index = torch.unique(self.ids[:, : t + 1], dim=0, return_inverse=True)
+            first = torch.full((int(index.max()) + 1,), len(index)).scatter_reduce(
+                0, index, torch.arange(len(index)), "amin"
+            )
+            routes[:, t] = routes[first[index], t]
+        routes[:, -1] = -1  # the last token is never fed
+        for row, one in zip(self.batch.unbind(0), routes, strict=True):
+            row.set((key, "full"), one.clone())
+
+
+def measured(
+    family: str, layers: int, experts: int, top_k: int, noise: str, masks: str, seed: int, ages: str
+) -> Iterator[dict[str, object]]:
+    """Yield a row for each age, arm, weight and target."""
+    trainer = made(family, layers, experts, top_k, seed)
+    start = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    rollouts, answers = NoisyModel(trainer, ALL_NOISES[noise]), Answers(seed)
+    with rollouts.running() as model:
+        answers.record(model, "routed_experts")
+    answers.record(trainer, "own_experts")
+    by = {name: _actor(trainer, key) for name, key in ARMS.items()}
+    log_mu = answers.values(_actor(rollouts.model, "routed_experts"), answers.batch)
+    told = answers.batch if masks == "yes" else without_kept_tokens(answers.batch)
+    mu = log_mu.exp()
+    advantage = answers.reward - (mu * answers.reward).sum()
+    for lr, updates in AGES[ages]:
+        trainer.load_state_dict(start)
+        _ascend(answers, trainer, lr, updates)
+        # the engine as it is now: the new weights, and its noise
+        now, deployed = Answers(seed), NoisyModel(trainer, ALL_NOISES[noise])
+        with deployed.running() as model:
+            now.record(model, "routed_experts")
+        now.record(trainer, "own_experts")
+        targets = {
+            "engine": _true_gradient(now, _actor(deployed.model, "routed_experts")),
+            "trainer": _true_gradient(answers, by["live"]),
+        }
+        shares = {
+            "rows_mismatch": _share(answers, "routed_experts", answers, "own_experts"),
+            "rows_moved": _share(answers, "own_experts", now, "own_experts"),
+            "engine_rows_moved": _share(answers, "routed_experts", now, "routed_experts"),
+        }
+        for arm, actor in by.items():
+            if arm == "R2" and not updates:
+                continue  # the live router's choice of a moment ago
+            log_pi = answers.values(actor, told)
+            ratio = (log_pi - log_mu).exp()
+            ess = float((mu * ratio).sum() ** 2 / (mu * ratio.square()).sum())
+            for name, weight in _weights(ratio, advantage).items():
+                if bool((weight == ratio).all()) and name != "ratio":
+                    continue  # nothing is cut
+                found = answers.gradient(actor, told, mu * weight * advantage)
+                for target, true in targets.items():
+                    yield {
+                        "lr": lr,
+                        "updates": updates,
+                        "arm": arm,
+                        "weight": name,
+                        "target": target,
+                        "error": f"{float((found - true).norm() / true.norm()):.5g}",
+                        "cosine": f"{float(torch.cosine_similarity(found, true, 0)):.6g}",
+                        "ess": f"{ess:.6g}",
+                        "kl": f"{float((mu * (log_mu - log_pi)).sum()):.4g}",
+                        **{key: f"{value:.5g}" for key, value in shares.items()},
+                    }
+
+
+def _weights(ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+    """The weight of each answer: none, the ratio, and the ratio as corrections cut it."""
+    limit = Thresholds().seq_tis
+    return {
+        "none": torch.ones_like(ratio),
+        "ratio": ratio,
+        "clip": ratio * ~(((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))),
+        "tis": ratio.clamp(max=limit),
+        "mis": ratio * (ratio <= limit),
+    }
+
+
+def _actor(model: Any, key: str | None) -> TransformersWrapper:
+    if key is None:
+        return TransformersWrapper(model, replay="none")
+    return TransformersWrapper(model, replay="R3", routed_experts_key=key)
+
+
+def _true_gradient(answers: Answers, actor: TransformersWrapper) -> Tensor:
+    """The gradient of a policy's own expected reward."""
+    p = answers.values(actor, answers.batch).exp()
+    return answers.gradient(actor, answers.batch, p * (answers.reward - (p * answers.reward).sum()))
+
+
+def _ascend(answers: Answers, trainer: Any, lr: float, updates: int) -> None:
+    """Make Adam steps up the exact gradient of the trainer's reward."""
+    optimizer = torch.optim.Adam(trainer.parameters(), lr=lr)
+    live = _actor(trainer, None)
+    for _ in range(updates):
+        trainer.zero_grad()
+        for part, value in answers.log_probs(live, answers.batch):
+            (-(value.exp() * answers.reward[part]).sum()).backward()
+        optimizer.step()
+
+
+def _share(answers: Answers, first: str, others: Answers, second: str) -> float:
+    """Share of (token, layer) rows whose sets of experts differ between two records."""
+    both = copy.copy(answers.batch)
+    return differing(
+        lazy_stack(
+            [
+                TensorDict(first=TensorDict(full=one[first, "full"]), second=TensorDict(full=other[second, "full"]))
+                for one, other in zip(both.unbind(0), others.batch.unbind(0), strict=True)
+            ]
+        ),
+        "first",
+        "second",
+    )
+
+
+def settings(quick: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What is measured, with a rank: the most important first."""
+    main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16", "masks": "yes"}
+    seeds = range(1 if quick else 5)
+    for seed in seeds:
+        yield 0, {**main, "seed": seed, "ages": "stale"}
+    others: list[dict[str, Any]] = [
+        {"masks": "no"}, {"noise": "bfloat16, float32 routers"}, {"noise": "int8 and bfloat16"},
+        *({"noise": noise} for noise in FLIPS), {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2},
+        {"family": "olmoe"}, {"family": "deepseek_v3"},
+    ]  # fmt: skip
+    more: list[dict[str, Any]] = [
+        {"layers": 2}, {"layers": 4}, {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8},
+        {"experts": 64, "top_k": 1}, {"noise": "int8"}, {"noise": "float8"}, {"noise": "float8 and bfloat16"},
+        *({"noise": noise} for noise in PAIRS),
+    ]  # fmt: skip
+    for rank, part in enumerate([others[:1]] if quick else [others, more], 1):
         for seed in seeds:
             for other in part:
                 yield rank, {**main, **other, "seed": seed, "ages": "fresh"}
