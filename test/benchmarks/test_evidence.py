@@ -44,9 +44,9 @@ def curve(rewards: list[float], **last: float) -> list[dict[str, float]]:
 
 
 def test_when_a_run_has_collapsed() -> None:
-    healthy = [0.8] * 40
+    healthy = [1.0] * 40
     assert runs.collapsed(curve(healthy)) == -1
-    # the mean of 20 steps is below 0.4 once more than half of them are 0: after the eleventh
+    # the mean of 20 steps is below 0.5 once more than half of them are 0: after the eleventh
     assert runs.collapsed(curve(healthy + [0.0] * 10)) == -1
     assert runs.collapsed(curve(healthy + [0.0] * 11)) == 50
     # a run that never was better has not collapsed
@@ -99,8 +99,8 @@ def test_exact_gradients_without_noise_and_under_replay_are_the_engines_own(few_
     rows = list(gradients.measured("qwen3_moe", 2, 8, 2, noise, "yes", 0, "fresh"))
     error = {(row["arm"], row["weight"], row["target"]): float(str(row["error"])) for row in rows}
     mismatch = float(str(rows[0]["rows_mismatch"]))
-    # R3 computes the engine's own policy, so its expected gradient is the engine's, with the ratio and without
-    assert error["R3", "ratio", "engine"] < 1e-4 and error["R3", "none", "engine"] < 1e-4
+    # R3 computes the engine's own policy: all ratios are 1, and its expected gradient is the engine's
+    assert error["R3", "ratio", "engine"] < 1e-4 and ("R3", "none", "engine") not in error
     if noise == "none":
         assert mismatch == 0 and error["live", "ratio", "engine"] < 1e-4
         assert error["live", "ratio", "trainer"] < 1e-4
