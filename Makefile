@@ -29,7 +29,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train notebooks bench docs docs-check package clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train notebooks bench evidence docs docs-check package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -107,6 +107,9 @@ notebooks: venv ## run the notebooks of tutorials/, compare them with what they 
 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
+
+evidence: venv ## measure what benchmarks/evidence/data lacks (hours; resumable), and draw docs/why_replay.md's figures; ARGS=--quick: ten minutes
+	@nice -n 19 $(VENV) -m benchmarks.evidence $(ARGS)
 
 docs: venv ## build the documentation's site in docs/_build/html; warnings are errors
 	@$(VENV) -m sphinx -q -W --keep-going docs docs/_build/html $(ARGS)

@@ -54,6 +54,20 @@ def cache_argument(arguments: Collection[str]) -> str:
     return "cache" if "cache" in arguments else "past_key_values"
 
 
+def one_shape_of_experts(model: Any) -> None:
+    """Have a model multiply each token by each of its experts alone: products of one shape, whoever else is in a batch.
+
+    By default an expert's tokens are one product, whose shape, and with it the last bits, depends on all other tokens.
+    """
+    setter = getattr(model, "set_experts_implementation", None)
+    if setter is None or not model._can_set_experts_implementation():
+        raise ValueError(
+            f"{type(model).__name__} computes its experts in code of its own: their products have another shape for "
+            "each batch, so parity='exact' is out of reach. Leave parity out"
+        )
+    setter("batched_mm")
+
+
 def checkpoint_activations(model: Any, **arguments: Any) -> None:
     """Have a model compute its activations again in the backward pass.
 

@@ -39,7 +39,7 @@ PUBLIC: dict[str, str] = {
     "training_figure",
     "trainers": "CheckpointConfig ConfigError DataConfig EngineConfig EvalConfig GRPOConfig HardwareConfig LoRAConfig "
     "LogConfig LossConfig MoEGRPOTrainer ModelConfig OptimConfig PlacementConfig RolloutConfig RunPlan load_config",
-    "testing": "ByteTokenizer FakeAsyncVLLM conformance make_tiny_moe",
+    "testing": "ByteTokenizer FakeAsyncVLLM Noise NoisyModel conformance make_tiny_moe without_kept_tokens",
 }
 NOT_BUILT_YET: dict[str, str] = {}
 """Leave this list in the commit that builds the name."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.models import MODEL_HELP, TINY, check_weights_of, config_of, load, model_folder
+from torchrl_moe.cli.models import (
+    MODEL_HELP,
+    check_same_shape,
+    check_trainer,
+    check_weights_of,
+    config_of,
+    load,
+    model_folder,
+)
 from torchrl_moe.cli.probe import PROMPTS
 from torchrl_moe.cli.services import DTYPES, add_engine_arguments, check_engine, started
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 __all__ = ["COMMAND"]
 
@@ -33,13 +36,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, output: Output) -> int:
     # refuse what can be refused before a model is made or an engine started
     check_engine("vllm", options.engine_args)
-    if options.trainer == TINY and not Path(TINY).is_dir():
-        raise BadUse(f"--trainer {TINY}: that model is made on the spot; name the folder of its weights, or a hub name")
+    check_trainer(options.trainer)
     for source in {options.model, options.trainer or options.model}:
         check_weights_of(source)
     with model_folder(options.model) as folder:
         config = config_of(folder)
-        _check_trainer(options.trainer, config)
+        check_same_shape(options.trainer, config)
         from torchrl_moe.modules.policies.bisect import EngineTrace
 
         # the engine ends before the trainer's model is loaded: both may not fit
@@ -52,17 +54,6 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         found = trace.against(load(options.trainer or folder, options.trainer_dtype or options.dtype))
     output.show(str(found), found.to_dict())
     return FINE if found.first is None else PROBLEM
-
-
-def _check_trainer(source: str | None, served: PreTrainedConfig) -> None:
-    """Refuse weights of another model than the one that is served."""
-    if source is None:
-        return
-    config = config_of(source)
-    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size"):
-        theirs, ours = getattr(served.get_text_config(), name, None), getattr(config.get_text_config(), name, None)
-        if theirs != ours:
-            raise BadUse(f"--trainer {source} is of another model: its {name} is {ours}, that of MODEL {theirs}")
 
 
 COMMAND = Command(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
-    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_source", "check_weights_of", "config_of", "explain",
-    "load", "missing_extra", "model_folder", "try_replay",
+    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_same_shape", "check_source", "check_trainer",
+    "check_weights_of", "config_of", "explain", "load", "missing_extra", "model_folder", "try_replay",
 ]  # fmt: skip
 
 TINY = "tiny"
@@ -72,6 +72,23 @@ def check_weights_of(source: str) -> None:
         note(f"there is no folder {source}: asking the Hugging Face hub for it ...")
     check_reachable(source)
     check_weights(source)
+
+
+def check_trainer(source: str | None) -> None:
+    """Refuse ``tiny`` as the weights of a trainer; ``None``: those that are served."""
+    if source == TINY and not Path(TINY).is_dir():
+        raise BadUse(f"--trainer {TINY}: that model is made on the spot; name the folder of its weights, or a hub name")
+
+
+def check_same_shape(source: str | None, served: PreTrainedConfig) -> None:
+    """Refuse a trainer's weights of another model than the one that is served."""
+    if source is None:
+        return
+    config = config_of(source)
+    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size"):
+        theirs, ours = getattr(served.get_text_config(), name, None), getattr(config.get_text_config(), name, None)
+        if theirs != ours:
+            raise BadUse(f"--trainer {source} is of another model: its {name} is {ours}, that of MODEL {theirs}")
 
 
 def check_source(source: str) -> None:

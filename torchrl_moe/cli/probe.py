@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
+from torchrl_moe.cli.models import (
+    MODEL_HELP,
+    check_same_shape,
+    check_trainer,
+    check_weights_of,
+    config_of,
+    load,
+    model_folder,
+)
 from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, started
 
 if TYPE_CHECKING:
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from torchrl_moe.modules import AsyncVLLM
+    from torchrl_moe.modules.policies.probe import Causes
     from torchrl_moe.objectives import MismatchMetrics
 
 __all__ = ["COMMAND", "PROMPTS", "read_prompts"]
@@ -47,6 +56,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for sampling (default: 1)")
     parser.add_argument(
         "--trainer-dtype", choices=("bfloat16", "float32"), help="dtype of the trainer (default: the engine's)"
+    )
+    parser.add_argument(
+        "--trainer",
+        metavar="MODEL",
+        help="weights of the trainer after more updates, such as a checkpoint: tells mismatch from updates (default: "
+        "those of MODEL)",
     )
     add_engine_arguments(parser, "bfloat16")
 
@@ -92,24 +107,30 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         raise BadUse(f"--temperature {options.temperature:g}: greedy answers say nothing; it must be above 0")
     # refuse what can be refused before a model is made or an engine started
     check_engine(options.engine, options.engine_args)
-    check_weights_of(options.model)
+    check_trainer(options.trainer)
+    for source in {options.model, options.trainer or options.model}:
+        check_weights_of(source)
     with model_folder(options.model) as folder:
         config = config_of(folder)
         _check_experts(options.model, config)
+        check_same_shape(options.trainer, config)
         # the engine ends before the model is loaded: both may not fit
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
             rollouts = _roll_out(engine, prompts, options)
             held = engine.get_model_metadata()
         trainer_dtype = options.trainer_dtype or options.dtype
         note(f"scoring {len(prompts)} answers by transformers, with replay and without ...")
-        model = load(folder, trainer_dtype)
+        model = load(options.trainer or folder, trainer_dtype)
         replayed, live = _score(model, rollouts, options.temperature)
+        causes = None if options.trainer is None else _causes(model, load(folder, trainer_dtype), rollouts)
     from torchrl_moe.cli.probe_result import ProbeResult
     from torchrl_moe.modules.policies.probe import dtype_gaps
     from torchrl_moe.weight_update import get_model_metadata
 
     title = f"{options.model}: {options.engine} in {options.dtype}, scored by transformers in {trainer_dtype}"
-    result = ProbeResult.of(title, replayed, live, dtype_gaps(held, get_model_metadata(model)))
+    if options.trainer is not None:
+        title += f" with the weights of {options.trainer}"
+    result = ProbeResult.of(title, replayed, live, dtype_gaps(held, get_model_metadata(model)), causes)
     output.show(result.text(), result.to_dict())
     return PROBLEM if result.problems else FINE
 
@@ -173,6 +194,13 @@ def _score(
     return replayed, live
 
 
+def _causes(model: PreTrainedModel, before: PreTrainedModel, rollouts: TensorDictBase) -> Causes:
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.modules.policies.probe import causes_of
+
+    return causes_of(TransformersWrapper(model, replay="R3"), rollouts, before)
+
+
 COMMAND = Command(
     name="probe",
     help="is R3 helping? a few rollouts, scored with the recorded experts and without",
@@ -183,6 +211,7 @@ COMMAND = Command(
         ("torchrl-moe probe path/to/moe --prompts mine.txt", "your model, your prompts"),
         ("torchrl-moe probe tiny --dtype float32", "float32 proves that routes are mapped right"),
         ("torchrl-moe probe tiny --engine transformers", "without vLLM"),
+        ("torchrl-moe probe path/to/moe --trainer run/model", "is it mismatch, or what updates moved?"),
     ],
     add_arguments=_add_arguments,
     run=_run,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from torchrl_moe.modules.policies.probe import DtypeGap, gaps_table, router_advice
+from torchrl_moe.modules.policies.probe import Causes, DtypeGap, gaps_table, router_advice
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
 from torchrl_moe.render.tables import plain_table
 
@@ -72,12 +72,22 @@ class ProbeResult:
     replayed: Figures
     agreement: Mapping[int, float]
     dtypes: Sequence[DtypeGap] = ()
+    causes: Causes | None = None
 
     @classmethod
     def of(
-        cls, title: str, replayed: MismatchMetrics, live: MismatchMetrics, dtypes: Sequence[DtypeGap] = ()
+        cls,
+        title: str,
+        replayed: MismatchMetrics,
+        live: MismatchMetrics,
+        dtypes: Sequence[DtypeGap] = (),
+        causes: Causes | None = None,
     ) -> ProbeResult:
-        """Read the metrics that were collected with replay and without; ``dtypes``: tensors whose dtypes differ."""
+        """Read the metrics that were collected with replay and without.
+
+        ``dtypes``: tensors whose dtypes differ. ``causes``: mismatch or updates, if the trainer has newer weights
+        than the engine.
+        """
         found = replayed.compute()
         if not found.get("mismatch/tokens"):
             raise ValueError("the answers have no tokens to compare: give other prompts, or --max-new-tokens")
@@ -89,6 +99,7 @@ class ProbeResult:
             replayed=Figures.of(replayed),
             agreement=layers,
             dtypes=dtypes,
+            causes=causes,
         )
 
     @property
@@ -142,7 +153,8 @@ class ProbeResult:
         layers = [[f"{layer}", f"{share:.2%}", _bar(share)] for layer, share in sorted(self.agreement.items())]
         header = ["layer", "rows that agree", "rows that do not"]
         agreement = plain_table("live router against the engine", header, layers, wide=header[2:])
-        parts = [figures, agreement, gaps_table(self.dtypes), router_advice(self.dtypes), self.verdict]
+        causes = "" if self.causes is None else str(self.causes)
+        parts = [figures, agreement, gaps_table(self.dtypes), router_advice(self.dtypes), causes, self.verdict]
         return "\n\n".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, object]:
@@ -154,6 +166,7 @@ class ProbeResult:
             "replayed": asdict(self.replayed),
             "agreement": {"mean": self.mean_agreement, "layers": dict(sorted(self.agreement.items()))},
             "dtypes": [asdict(gap) for gap in self.dtypes],
+            "causes": None if self.causes is None else {**asdict(self.causes), "dominant": self.causes.dominant},
             "removed": self.removed,
             "problems": self.problems,
             "verdict": self.verdict,

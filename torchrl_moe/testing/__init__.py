@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torchrl_moe.testing import conformance as conformance
     from torchrl_moe.testing.byte_tokenizer import ByteTokenizer as ByteTokenizer
     from torchrl_moe.testing.fake_engine import FakeAsyncVLLM as FakeAsyncVLLM
+    from torchrl_moe.testing.noise import Noise as Noise
+    from torchrl_moe.testing.noise import NoisyModel as NoisyModel
+    from torchrl_moe.testing.noise import without_kept_tokens as without_kept_tokens
     from torchrl_moe.testing.tiny_moe import make_tiny_moe as make_tiny_moe
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -18,7 +21,10 @@ else:
         {
             "ByteTokenizer": ".byte_tokenizer",
             "FakeAsyncVLLM": ".fake_engine",
+            "Noise": ".noise",
+            "NoisyModel": ".noise",
             "conformance": "",
             "make_tiny_moe": ".tiny_moe",
+            "without_kept_tokens": ".noise",
         },
     )

@@ -637,6 +637,9 @@ class GRPOConfig(Settings):
         chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``; a column of this name changes
             them for a row.
         plan: print what the run would need, and do not start it.
+        parity: ``"exact"``: engine and trainer run the same kernels on the same shapes, and a sampled token whose
+            log-prob here is not the engine's, bit by bit, ends the run. Slow: for experiments that need a baseline
+            without mismatch. It needs ``engine.kind=transformers``.
         placement: how the ranks of a launcher share the model; no effect with a single process.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
@@ -651,6 +654,7 @@ class GRPOConfig(Settings):
     hooks: list[str] = field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     plan: bool = False
+    parity: str = setting("off", of=("off", "exact"))
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -722,9 +726,28 @@ def _check_engine(config: GRPOConfig) -> None:
     lent = engine.connect is not None and (engine.sleep or bool(engine.arguments))
     _check(not lent, "engine.connect", engine.connect, "is started elsewhere: leave sleep and arguments out")
     longest = engine.arguments.get("max_model_len")
+    if config.parity == "exact":
+        _check_parity(config)
     if isinstance(longest, int) and not isinstance(longest, bool):
         limit = f"must be below engine.arguments.max_model_len={longest}, which has room for the prompt too"
         _check(rollout.max_new_tokens < longest, "rollout.max_new_tokens", rollout.max_new_tokens, limit)
+
+
+def _check_parity(config: GRPOConfig) -> None:
+    """Refuse settings under which log-probs of engine and trainer cannot be equal bit by bit."""
+    engine, rollout, model = config.engine, config.rollout, config.model
+    needs = {
+        "engine.kind=transformers: vLLM's kernels are others, and round otherwise": engine.kind == "transformers",
+        "engine.connect=null, since it starts an engine of its own": engine.connect is None,
+        "engine.arguments.max_model_len, the width of the rows that both read": "max_model_len" in engine.arguments,
+        "engine.arguments.dtype=float32": str(engine.arguments.get("dtype")) in ("float32", "torch.float32"),
+        "model.dtype=auto or float32": model.dtype != "bfloat16",
+        "model.lora.rank=0: merged weights are not the sum that an adapter computes": not model.lora.rank,
+        "rollout.max_staleness=0: older weights give other log-probs": rollout.max_staleness == 0,
+        "engine.sync_every=1: older weights give other log-probs": engine.sync_every == 1,
+    }
+    for need, holds in needs.items():
+        _check(holds, "parity", "exact", f"needs {need}")
 
 
 # What is passed on is checked by what it is passed to; nothing is loaded or written.

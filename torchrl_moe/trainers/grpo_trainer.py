@@ -311,6 +311,7 @@ class MoEGRPOTrainer(RunReports):
                 self.policy_model.model,
                 tokenizer=self.policy_model.tokenizer,
                 replay=config.loss.replay,  # type: ignore[arg-type]
+                pad_model_input=self._row_width(),
             )
             # rank 0 has data, engine, collector and files: data before the lock, the lock before anything is written
             self.source = RolloutSource(None, None)
@@ -343,6 +344,16 @@ class MoEGRPOTrainer(RunReports):
             if start is not None and ranks.is_first:
                 made.callback(shutil.rmtree, start, True)
             raise
+
+    def _row_width(self) -> int | None:
+        """Return the width of rows under ``parity=exact``; ``None``: batches are laid out as is best."""
+        if self.config.parity != "exact":
+            return None
+        if self.placement.is_shared or self.policy_model.dtype != torch.float32:
+            raise ConfigError(
+                "parity=exact needs one rank, and a trainer that computes in float32: model.dtype=float32"
+            )
+        return int(self.config.engine.arguments["max_model_len"])
 
     def _restore(self, made: ExitStack) -> None:
         """Continue from the newest checkpoint, if the run resumes; open its record, and give the engine its weights."""
@@ -505,6 +516,12 @@ class MoEGRPOTrainer(RunReports):
 
     def _refuse_a_fault(self, batch: TensorDictBase, metrics: Mapping[str, float]) -> None:
         """End the run if engine and trainer differ by more than rounding on answers by the same weights."""
+        if self.config.parity == "exact" and (first := self.learner.first_gap(batch, limit=0.0)):
+            raise EngineError(
+                f"parity=exact, and a log-prob of step {self.steps_done} is not the engine's bit by bit: {first}. "
+                "Usual causes: another number of threads (OMP_NUM_THREADS) or another kind of device on one side, or "
+                "weights that did not arrive; parity=off trains on"
+            )
         limit, gap = self.config.eval.max_mismatch, metrics.get("mismatch_kl", 0.0)
         # only in float32, and on tokens of the newest weights, is a difference no rounding and no age; rank 0 knows it
         is_new = metrics.get("staleness") == 0
@@ -512,7 +529,8 @@ class MoEGRPOTrainer(RunReports):
             return
         if self.rollout_engine.dtype not in ("float32", "torch.float32"):
             return
-        where = "" if self.placement.is_shared else f" The first such token: {self.learner.first_gap(batch)}."
+        first = "" if self.placement.is_shared else self.learner.first_gap(batch) or "none is off by more than 0.1"
+        where = first and f" The first such token: {first}."
         raise EngineError(
             f"engine and trainer disagree on answers by the same weights, in float32: mismatch_kl={gap:.2g}, agreement="
             f"{metrics.get('agreement', math.nan):.2g}.{where} Usual causes: a kernel of the engine (torchrl-moe "

@@ -560,20 +560,25 @@ class Learner:
         )
 
     @torch.no_grad()
-    def first_gap(self, batch: TensorDictBase) -> str:
-        """Describe the first sampled token of a batch whose log-prob here is another than the engine's by over 0.1."""
+    def first_gap(self, batch: TensorDictBase, limit: float = GAP) -> str:
+        """Describe the first sampled token of a batch whose log-prob here is off the engine's by more than a limit.
+
+        With ``limit=0`` any bit counts; ``""``: there is no such token.
+        """
         for number, row in enumerate(batch.unbind(0)):
             sampled = row.get(("log_probs", "full"))
             scored = self.actor.score(lazy_stack([row]), entropy=False)[0][0].to(sampled.device)
-            far = ((scored - sampled).abs() > GAP).nonzero()  # a prompt's are NaN, which is not far
+            # a prompt's are NaN, which is not far; a NaN here is
+            far = (sampled.isfinite() & ~((scored - sampled).abs() <= limit)).nonzero()
             if len(far):
                 place = int(far[0])
                 token = int(row.get(("tokens", "full"))[place])
+                digits = ".4f" if limit else ".9g"
                 return (
-                    f"id {token} at place {place} of row {number}, log-prob {scored[place]:.4f} here and "
-                    f"{sampled[place]:.4f} in the engine"
+                    f"id {token} at place {place} of row {number}, log-prob {scored[place]:{digits}} here and "
+                    f"{sampled[place]:{digits}} in the engine"
                 )
-        return f"none is off by more than {GAP}"
+        return ""
 
     def apply(self, optim: OptimConfig) -> None:
         """Apply the optimizer settings of the configuration; loading a checkpoint has restored the older ones."""

@@ -388,7 +388,8 @@ def check_arguments(config: GRPOConfig) -> None:
 def engine_arguments(config: GRPOConfig) -> dict[str, Any]:
     """Return the arguments of the run's engine; its routers have the dtype of the trainer's, if one is set."""
     own = {} if config.model.router_dtype == "auto" else {"router_dtype": config.model.router_dtype}
-    return {**own, **config.engine.arguments}
+    parity = {"parity": "exact"} if config.parity == "exact" else {}
+    return {**own, **config.engine.arguments, **parity}
 
 
 class RolloutEngine:

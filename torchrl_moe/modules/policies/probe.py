@@ -10,16 +10,16 @@ from typing import TypeAlias
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torchrl_moe.modules.policies.scoring import read_batch, read_rows
+from torchrl_moe.modules.policies.scoring import RECORDED, read_batch, read_rows, samples_of
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
 __all__ = [
-    "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "dtype_gaps", "gaps_table", "is_router", "probe_replay",
-    "router_advice",
+    "Causes", "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "causes_of", "dtype_gaps", "gaps_table", "is_router",
+    "probe_replay", "router_advice",
 ]  # fmt: skip
 
 Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
@@ -127,6 +127,45 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Causes:
+    """Why a trainer is not its engine: by mismatch, and by updates since the engine generated.
+
+    Mismatch is the engine against the trainer with the weights that generated, on its live router; updates are the
+    trainer with those weights against the trainer now. ``rows_*`` are shares of the (token, layer) rows that have other
+    experts. ``answers_*`` are root mean squares of the log-ratio of a whole answer, the sum over its tokens: above 1, a
+    few answers have most of the weight.
+
+    >>> Causes(rows_mismatch=0.08, rows_updates=0.004, answers_mismatch=1.3, answers_updates=0.25).dominant
+    'mismatch'
+    """
+
+    rows_mismatch: float
+    rows_updates: float
+    answers_mismatch: float
+    answers_updates: float
+
+    @property
+    def dominant(self) -> str:
+        """``"mismatch"`` or ``"updates"``, whichever moves answers more; ``""`` if no row has other experts."""
+        if not self.rows_mismatch and not self.rows_updates:
+            return ""
+        return "updates" if self.answers_updates > self.answers_mismatch else "mismatch"
+
+    def __str__(self) -> str:
+        says = {
+            "": "The routers agree: replay changes nothing.",
+            "mismatch": "Mismatch dominates: R3 removes most of it.",
+            "updates": "Updates dominate: R3 cannot remove those. Use fresher rollouts first (rollout.max_staleness, "
+            "engine.sync_every, optim.lr).",
+        }
+        return (
+            f"by mismatch: {100 * self.rows_mismatch:.2g} % of rows have other experts, log-ratio of an answer "
+            f"{self.answers_mismatch:.2g}; by updates: {100 * self.rows_updates:.2g} %, {self.answers_updates:.2g}. "
+            + says[self.dominant]
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayProbe:
     """What replay changes on given rollouts; printed, it is a table."""
 
@@ -134,6 +173,8 @@ class ReplayProbe:
     live: Mismatch
     agreement: float
     tokens: int
+    causes: Causes | None = None
+    """How much is mismatch and how much updates, if the probe was given the earlier model."""
 
     @property
     def gain(self) -> float:
@@ -154,14 +195,18 @@ class ReplayProbe:
         ]
 
     def __str__(self) -> str:
-        return plain_table(self._title, HEADER, self._rows(), wide=HEADER[:1])
+        table = plain_table(self._title, HEADER, self._rows(), wide=HEADER[:1])
+        return table if self.causes is None else f"{table}\n{self.causes}"
 
     def _repr_html_(self) -> str:
-        return html_table(self._title, HEADER, self._rows())
+        title = self._title if self.causes is None else f"{self._title}; {self.causes}"
+        return html_table(title, HEADER, self._rows())
 
 
 @torch.no_grad()
-def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool = True) -> ReplayProbe:
+def probe_replay(
+    actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool = True, before: nn.Module | None = None
+) -> ReplayProbe:
     """Score rollouts with replay on and off; ``td`` is not changed.
 
     Args:
@@ -169,6 +214,8 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool 
         td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``. A token counts if its
             log-prob there is finite and it is not padding.
         use_tqdm: whether to show a progress bar, of two passes, on a terminal or in a notebook, if they take long.
+        before: the trainer's model as it was when ``td`` was generated, if it was updated since: tells rows that differ
+            by mismatch from those that updates moved. Two more passes.
 
     Raises:
         ValueError: the actor does not replay the engine's routes, or there is no log-prob to compare with.
@@ -196,4 +243,46 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool 
         live=Mismatch.of(live[known], sampled[known]),
         agreement=scratch.get(("routing", "agreement")).nanmean().item(),
         tokens=int(known.sum()),
+        causes=None if before is None else causes_of(actor, td, before),
     )
+
+
+@torch.no_grad()
+def causes_of(actor: TransformersWrapper, td: TensorDictBase, before: nn.Module) -> Causes:
+    """Tell mismatch from updates, on rollouts whose trainer was updated since.
+
+    Args:
+        actor: a scoring wrapper with ``replay="R3"``, of the model as it is now.
+        td: rollouts with ``("log_probs", "full")`` and ``("routed_experts", "full")``; it is not changed.
+        before: the model as it was when they were generated.
+    """
+    engine = samples_of(td, (actor.routed_experts_key, "full"))
+    if engine is None or any(row is None for row in engine):
+        raise ValueError(f"no experts of the engine at {(actor.routed_experts_key, 'full')!r} in every sample")
+    batch = read_batch(td, actor.input_key, (actor.masks_key, "all_attention_mask"))
+    sampled = read_rows(td, (actor.log_probs_key, "full"), float("nan"), batch.lengths)
+    if sampled is None:
+        raise ValueError(f"no log-probs of the engine at {(actor.log_probs_key, 'full')!r} in every sample")
+    (old, then), (new, now) = (_own(actor, td, model) for model in (before, actor.model))
+    rows = mismatch = updates = 0
+    for theirs, first, second in zip(engine, then, now, strict=True):
+        assert theirs is not None
+        known = theirs[..., 0].cpu() >= 0
+        chosen = [one.cpu().long()[known].sort(-1).values for one in (theirs, first, second)]
+        rows += int(known.sum())
+        mismatch += int((chosen[0] != chosen[1]).any(-1).sum())
+        updates += int((chosen[1] != chosen[2]).any(-1).sum())
+    if not rows:
+        raise ValueError("no row of the rollouts has experts: there is nothing to compare")
+    sampled = sampled.to(old.device)
+    counts = batch.scored.to(old.device) & sampled.isfinite()
+    of_answers = [gap.masked_fill(~counts, 0).double().sum(-1) for gap in (old - sampled, new - old)]
+    return Causes(mismatch / rows, updates / rows, *(float(one.square().mean().sqrt()) for one in of_answers))
+
+
+def _own(actor: TransformersWrapper, td: TensorDictBase, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    """Return a model's log-probs on its live routers, ``[B, T]``, and their choices, ``[T, L, K]`` of each sample."""
+    scratch = td.copy()
+    recording = actor.get_new_version(model=model, replay="R2", rerecord=True, measure_agreement=False)
+    log_probs, _, _ = recording.score(scratch, entropy=False)
+    return log_probs, [row for row in samples_of(scratch, (RECORDED, "full")) or () if row is not None]

@@ -456,7 +456,7 @@ class WrapperOptions:
     generate_kwargs: dict[str, object] | None
     tokenizer_kwargs: dict[str, object] | None
     pad_output: bool
-    pad_model_input: bool | None
+    pad_model_input: bool | int | None
     inplace: Literal["empty"] | bool | None
     device: torch.device | str | None
     layout: torch.layout | None

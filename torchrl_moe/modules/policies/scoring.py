@@ -69,13 +69,16 @@ class ScoringBatch:
         before[:, 1:] = self.mask[:, :-1]
         return self.mask & before
 
-    def padded(self, masked: bool = True) -> Layout:
-        """Return the layout with a row for each sequence, padded on the right.
+    def padded(self, masked: bool = True, width: int | None = None) -> Layout:
+        """Return the layout with a row for each sequence, padded on the right to the longest, or to ``width`` tokens.
 
         Padding on the left would come before the tokens, where linear and sparse attention would not ignore it.
         """
         # a batch without any token still needs a column, for the model runs on every rank
-        width = max(1, int(self.mask.sum(-1).max()))
+        longest = max(1, int(self.mask.sum(-1).max()))
+        if width is not None and longest > width:
+            raise ValueError(f"a sequence has {longest} tokens, and pad_model_input={width} is the width of its row")
+        width = longest if width is None else width
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)
         first = torch.arange(len(self.ids), device=self.ids.device)[:, None] * width
         index = (first + places).masked_fill(~self.mask, 0)

@@ -492,7 +492,7 @@ class ScoringWrapper(DenseDistributions):
     router_replay: RouterReplay | None
     replay: str
     temperature: float | None
-    pad_model_input: bool | None
+    pad_model_input: bool | int | None
     measure_agreement: bool
     on_bad_routes: OnBadRoutes
     rerecord: bool
@@ -525,6 +525,8 @@ class ScoringWrapper(DenseDistributions):
                 ``temperature``.
         """
         batch = self._batch(td)
+        if self._width is not None and len(batch.ids) > 1:
+            return self._one_by_one(td, batch, router_logits, entropy, mask)
         wanted = batch.scored
         if mask is not None:
             _checks.check_shape("mask", mask.shape, tuple(wanted.shape), hint="It is laid out as the padded tokens.")
@@ -536,7 +538,11 @@ class ScoringWrapper(DenseDistributions):
         layout = self._layout(batch)
         selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
-            log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
+            if self._width is None:
+                log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
+            else:  # by the head's own product, as an engine makes its logits
+                output, routers = self.scoring_model.run(layout.inputs, router_logits)
+                log_probs, spread = selection.dense(output.logits.flatten(0, 1))
         # back into the batch's own layout
         blank = log_probs.new_zeros(wanted.shape)
         return (
@@ -544,6 +550,30 @@ class ScoringWrapper(DenseDistributions):
             None if spread is None else blank.masked_scatter(wanted, spread),
             self._router_logits(routers, layout) if router_logits else None,
         )
+
+    @property
+    def _width(self) -> int | None:
+        """Tokens of the row that each sequence has for itself; ``None``: a batch is laid out as is best."""
+        width = self.pad_model_input
+        return width if isinstance(width, int) and not isinstance(width, bool) else None
+
+    def _one_by_one(
+        self, td: TensorDictBase, batch: ScoringBatch, router_logits: bool, entropy: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Score each sequence in a forward pass of its own, of one shape; return what :meth:`score` does."""
+        rows = td if isinstance(td, LazyStackedTensorDict) else lazy_stack(list(td.unbind(0)))
+        longest, parts = batch.ids.shape[1], []
+        for i, length in enumerate(batch.lengths):
+            own = None if mask is None else mask[i : i + 1, longest - length :]
+            found = [one for one in self.score(rows[i : i + 1], router_logits, entropy, own) if one is not None]
+            left = (longest - length, 0)
+            parts.append([nn.functional.pad(one, (*((0, 0) * (one.ndim - 2)), *left)) for one in found])
+        if rows is not td:  # what a pass writes is in samples of our own
+            for key in ("routing", RECORDED):
+                if (written := rows.get(key, None)) is not None:
+                    td.set(key, written)
+        joined = iter([torch.cat(one) for one in zip(*parts, strict=True)])
+        return next(joined), next(joined) if entropy else None, next(joined) if router_logits else None
 
     # -- what is read, and written ----------------------------------------------------------------------------------
 
@@ -642,6 +672,8 @@ class ScoringWrapper(DenseDistributions):
             )
 
     def _layout(self, batch: ScoringBatch) -> Layout:
+        if self._width is not None:
+            return batch.padded(masked=False, width=self._width)
         masked = self.scoring_model.sees_pads  # first: under FSDP all ranks must run this test together
         if self.pad_model_input:
             return batch.padded(masked)

@@ -16,7 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
 from torch import Tensor, nn
 
-from torchrl_moe._compat_transformers import load_whole
+from torchrl_moe._compat_transformers import load_whole, one_shape_of_experts
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
 from torchrl_moe.data.segments import first_writer_wins
 from torchrl_moe.errors import UnsupportedRouterError
@@ -118,6 +118,9 @@ class TransformersOptions(WrapperOptions):
                 "tokens than those that were generated and routed. Use input_mode='tokens', which reads "
                 "('tokens', 'full') of the rollout, or replay='none'"
             )
+        width = self.pad_model_input
+        if isinstance(width, int) and not isinstance(width, bool) and width < 1:
+            raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
@@ -224,6 +227,9 @@ class TransformersWrapper(ScoringWrapper):
         pad_output: dense output instead of a lazy stack: answers are padded on both sides, scores on the left.
         pad_model_input: score a padded batch (``True``), or one row that holds all sequences (``False``). Default: a
             padded batch, or several sequences in a row where that means fewer pads and the model keeps them apart.
+            A number: each sequence by itself, in a row of so many tokens, as an engine with ``parity="exact"`` and
+            ``max_model_len`` of that number reads them: its log-probs are then equal bit by bit. From then on the model
+            multiplies each token by its experts alone.
         inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
         device: the device of the model; a model that is loaded is moved there.
         layout: kept for TorchRL's transforms.
@@ -276,7 +282,7 @@ class TransformersWrapper(ScoringWrapper):
         generate_kwargs: dict[str, object] | None = None,
         tokenizer_kwargs: dict[str, object] | None = None,
         pad_output: bool = False,
-        pad_model_input: bool | None = None,
+        pad_model_input: bool | int | None = None,
         inplace: Literal["empty"] | bool | None = None,
         device: torch.device | str | None = None,
         layout: torch.layout | None = None,
@@ -348,6 +354,9 @@ class TransformersWrapper(ScoringWrapper):
         if self.replay != "none" and self.router_replay is None:
             self.router_replay = RouterReplay.of(self.model)
         self.scoring_model = ScoringModel(self.model)
+        width = options.pad_model_input
+        if isinstance(width, int) and not isinstance(width, bool) and has_experts(self.model):
+            one_shape_of_experts(self.scoring_model.language_model)
         for name in ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord"):
             setattr(self, name, getattr(options, name))
         self.return_log_probs = not generate or options.return_log_probs is not False

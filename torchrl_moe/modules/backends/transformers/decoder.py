@@ -292,7 +292,10 @@ COARSE = 0.1  # the same for other dtypes
 class BatchDecoder:
     """Decodes with one model, which no other thread may use at the same time."""
 
-    def __init__(self, model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler) -> None:
+    def __init__(
+        self, model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler, width: int | None = None
+    ) -> None:
+        self._width = width  # of the row in which each answer is read in whole for each token; None: keys are kept
         self.model, self.replay, self.sampler = model, replay, sampler
         self.answers: list[Answer] = []
         self._takes = set(inspect.signature(model.forward).parameters)
@@ -310,6 +313,8 @@ class BatchDecoder:
     @property
     def columns(self) -> int:
         """S: as many as the longest answer has tokens, or a few more."""
+        if self._width is not None:
+            return self._width
         return self._mask.shape[1] if self.answers else 0
 
     # -- the batch --------------------------------------------------------------------------------------------------
@@ -317,6 +322,14 @@ class BatchDecoder:
     @torch.no_grad()
     def step(self, joining: Sequence[Answer], version: int) -> None:
         """Read what joins, and give each answer a token."""
+        if self._width is not None:
+            for answer in joining:
+                answer.note_read()
+            self.answers = [*self.answers, *joining]
+            logits = [self._whole(answer, self._width) for answer in self.answers]
+            for answer, draw in zip(self.answers, self.sampler(torch.stack(logits), self.answers), strict=True):
+                answer.add(draw, version)
+            return
         # those of the batch read their last token; those that join read all of theirs
         logits = [self._advance()] if self.answers else []
         if joining:
@@ -331,7 +344,7 @@ class BatchDecoder:
         if len(stays) == len(self.answers):
             return
         self.answers = [self.answers[row] for row in stays]
-        if not stays:
+        if not stays or self._width is not None:
             self._cache = None
             return
         self._mask = self._mask[stays]
@@ -383,6 +396,23 @@ class BatchDecoder:
             if routes is not None:
                 answer.add_rows(routes[place, ids.shape[1] - len(answer.ids) :])
         return logits[index, -1]
+
+    def _whole(self, answer: Answer, width: int) -> Tensor:
+        """Read an answer by itself, in a row of fixed width; return the logits ``[V]`` after its last token."""
+        ids, known = answer.ids, answer.rows_to_follow()
+        row = torch.zeros(1, width, dtype=torch.long, device=self.device)
+        row[0, : len(ids)] = torch.tensor(ids)
+        inputs = {"input_ids": row, "position_ids": torch.arange(width, device=self.device)[None]}
+        # rows that it was read with before are followed: they are the ones that it has
+        followed = None
+        if known is not None and self.replay is not None:
+            followed = torch.full((1, width, *known.shape[1:]), UNSET, dtype=torch.int16)
+            followed[0, : len(known)] = torch.from_numpy(known.astype(np.int16))
+        with self._routing(followed, torch.ones_like(row)) as recording:
+            logits: Tensor = self.model(**inputs, use_cache=False).logits
+        if recording is not None:
+            answer.add_rows(recording.routed_experts[0, : len(ids)].cpu().numpy())
+        return logits[0, len(ids) - 1]
 
     def _laid_out(self, rows: Sequence[Rows | None], ids: Tensor) -> Tensor | None:
         """Return rows to follow as the batch is laid out, ``[J, S, L, K]``; ``None`` if there are none."""

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_moe._compat_transformers import check_whole
+from torchrl_moe._compat_transformers import check_whole, one_shape_of_experts
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.replica import ReplicaInfo
@@ -57,6 +57,8 @@ def load(arguments: EngineArguments) -> Loaded:
     )
     check_whole(arguments.model, report)
     model = model.to(device).eval()
+    if arguments.parity == "exact":
+        one_shape_of_experts(model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
     locked = LockedTokenizer(tokenizer, model.generation_config)
     if arguments.router_dtype == "float32" and model.dtype != torch.float32:
@@ -64,8 +66,9 @@ def load(arguments: EngineArguments) -> Loaded:
     # its routes, and a first forward pass: a model that does not fit is refused here
     replay = _replay(model, arguments)
     layout = None if replay is None else layout_of(replay)
-    decoder = _decoder(model, replay, Sampler(device, arguments.seed))
     longest = _longest(model, arguments)
+    width = longest if arguments.parity == "exact" else None
+    decoder = _decoder(model, replay, Sampler(device, arguments.seed), width)
     forced_routing_unavailable_reason = NO_ROUTES if layout is None else ""
     vocabulary = model.get_input_embeddings().num_embeddings
     # what requests are checked by
@@ -90,10 +93,10 @@ def load(arguments: EngineArguments) -> Loaded:
     return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
 
 
-def _decoder(model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
+def _decoder(model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler, width: int | None) -> BatchDecoder:
     """Return the decoder, or raise if the model's forward pass fails in it: it may need another kind of cache."""
     try:
-        return BatchDecoder(model, replay, sampler)
+        return BatchDecoder(model, replay, sampler, width)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"engine='transformers' cannot serve {type(model).__name__}: its forward pass with a DynamicCache failed, "

@@ -30,6 +30,7 @@ PROGRAM = "torchrl_moe.modules.backends.transformers.transformers_process"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ROUTER_DTYPES = ("auto", "float32")
 POLICIES = ("fcfs", "priority")
+PARITIES = (None, "exact")
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "enforce_eager": (None, True, False),  # nothing is ever compiled
     "compilation_config": (None, {}, {"mode": 0}),
@@ -57,7 +58,12 @@ WHY_NOT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """What a replica is started with."""
+    """What a replica is started with.
+
+    ``parity="exact"``: each answer is read again in whole for each of its tokens, by itself, in a row of
+    ``max_model_len`` tokens, with experts computed one by one. A scorer that does the same
+    (``pad_model_input=max_model_len``) has the same log-probs, bit by bit; it takes ``max_model_len`` times the work.
+    """
 
     model: str
     tokenizer: str | None = None
@@ -73,11 +79,15 @@ class EngineArguments:
     enable_return_routed_experts: bool | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    parity: str | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("router_dtype", ROUTER_DTYPES), ("scheduling_policy", POLICIES)):
+        kinds = {"dtype": DTYPES, "router_dtype": ROUTER_DTYPES, "scheduling_policy": POLICIES, "parity": PARITIES}
+        for name, allowed in kinds.items():
             if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+        if self.parity == "exact" and self.max_model_len is None:
+            raise ValueError("parity='exact' reads each answer in a row of max_model_len tokens: pass max_model_len")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):

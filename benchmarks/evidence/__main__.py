@@ -1,0 +1,88 @@
+"""``python -m benchmarks.evidence [--quick] [lengths|gradients|runs|figures ...]``: measure what is missing, then draw.
+
+Rows are appended to ``data/*.csv`` as they come, so an interrupted run continues where it was. ``--quick`` measures a
+part of the rows, in about ten minutes, into ``runs/evidence``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.evidence import figures, gradients, lengths, runs
+from benchmarks.evidence.table import DATA, Table
+
+Ranked = tuple[int, dict[str, Any]]
+"""How soon something is measured, and what."""
+Settings = Callable[[bool], Iterable[Ranked]]
+Measured = Callable[..., Iterable[Mapping[str, object]]]
+PARTS = ("lengths", "gradients", "runs", "figures")
+MAIN: Mapping[str, Any] = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
+
+
+def of_lengths(quick: bool) -> Iterator[Ranked]:
+    """What is measured over lengths."""
+    for seed in range(1 if quick else 5):
+        yield 0, {**MAIN, "seed": seed, "longest": 256, "ages": "stale"}
+    others = [
+        {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2}, {"noise": "int8 and bfloat16"},
+        {"noise": "bfloat16, float32 routers"}, {"family": "olmoe"}, {"family": "deepseek_v3"}, {"layers": 2},
+        {"layers": 4}, {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},
+        {"noise": "int8"}, {"noise": "float8"}, {"noise": "float8 and bfloat16"},
+    ]  # fmt: skip
+    for seed in () if quick else range(5):
+        for other in others:
+            yield 1, {**MAIN, **other, "seed": seed, "longest": 256, "ages": "fresh"}
+    for seed in () if quick else range(20):
+        yield 2, {**MAIN, "seed": seed, "longest": 1024 if seed < 5 else 512, "ages": "stale"}
+        yield 2, {**MAIN, "seed": seed, "longest": 256, "ages": "older"}
+
+
+def of_runs(quick: bool) -> Iterator[Ranked]:
+    """What is trained."""
+    for seed in range(1 if quick else 5):
+        for noise, stale, arms in runs.WANTED[:2] if quick else runs.WANTED:
+            for arm in arms:
+                steps = runs.STEPS // 5 if quick else runs.STEPS
+                setting = {"noise": noise, "stale": stale, "arm": arm, "lr": runs.LR, "seed": seed, "steps": steps}
+                yield 1, setting
+
+
+MEASURED: Mapping[str, tuple[Settings, Sequence[str], Measured]] = {
+    "lengths": (of_lengths, lengths.KEYS, lengths.measured),
+    "gradients": (gradients.settings, gradients.KEYS, gradients.measured),
+    "runs": (of_runs, runs.KEYS, runs.measured),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="a part of the rows, in about ten minutes")
+    options = parser.parse_args(arguments)
+    parts = options.parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    folder = Path("runs/evidence/quick") if options.quick else DATA
+    # the most important first, and each seed of all parts before the next one
+    order: list[tuple[int, int, str, dict[str, Any]]] = [
+        (rank, setting["seed"], part, setting)
+        for part, (settings, _, _) in MEASURED.items()
+        if part in parts
+        for rank, setting in settings(options.quick)
+    ]
+    tables = {part: Table(folder / f"{part}.csv", keys) for part, (_, keys, _) in MEASURED.items()}
+    for _, _, part, setting in sorted(order, key=lambda item: item[:2]):
+        tables[part].measure(MEASURED[part][2], **setting)
+    if "figures" in parts:
+        figures.draw(folder, folder if options.quick else figures.DOCS)
+
+
+if __name__ == "__main__":
+    main()

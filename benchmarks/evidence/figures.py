@@ -1,0 +1,168 @@
+"""The figures of ``docs/why_replay.md``, from the measured rows; a figure without rows is left out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence import gradients, lengths, runs
+from benchmarks.evidence.table import Table
+
+DOCS = Path("docs/figures")
+COLORS = {"live": "tab:orange", "R3": "tab:blue", "R2": "tab:green"}
+SIZE, DPI = (7.2, 3.4), 90
+
+
+def draw(data: Path, folder: Path) -> None:
+    """Draw all figures of which there are rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    of_lengths = Table(data / "lengths.csv", lengths.KEYS)
+    of_gradients = Table(data / "gradients.csv", gradients.KEYS)
+    of_runs = Table(data / "runs.csv", runs.KEYS)
+    if of_lengths.rows:
+        by_length(of_lengths, folder / "evidence_length.png")
+        by_setting(of_lengths, folder / "evidence_settings.png")
+    if of_gradients.rows:
+        by_target(of_gradients, folder / "evidence_gradient.png")
+    if of_runs.rows:
+        by_run(of_runs, folder / "evidence_runs.png")
+
+
+def middle(values: Iterable[float]) -> tuple[float, float, float]:
+    """The median of finite values, and the quartiles around it."""
+    found = sorted(value for value in values if math.isfinite(value))
+    if len(found) < 2:
+        return (found * 3)[0], (found * 3)[1], (found * 3)[2]
+    low, median, high = statistics.quantiles(found, n=4, method="inclusive")
+    return median, low, high
+
+
+def _figure(panels: int, sharey: bool = True) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained", dpi=DPI)
+    axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]
+    for one in axes:
+        one.grid(alpha=0.3)
+    return figure, axes
+
+
+def by_length(table: Table, file: Path) -> None:
+    """Effective sample size against length: fresh, and after updates of an ordinary size."""
+    main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
+    panels = [("fresh rollouts", {"updates": 0}), ("8 updates old, lr 1e-6", {"lr": 1e-6, "updates": 8})]
+    figure, axes = _figure(len(panels))
+    for one, (title, where) in zip(axes, panels, strict=True):
+        rows = _longest_of_seeds(table.select(**main, **where))
+        for arm, color in COLORS.items():
+            points = _by((int(r["tokens"]), float(r["ess"])) for r in rows if r["arm"] == arm)
+            if arm == "R2" and where["updates"] == 0:
+                continue  # it is the live router's own choice then
+            _line(one, points, arm, color)
+        one.set(xscale="log", ylim=(0, 1.03), xlabel="tokens of an answer", title=title)
+        one.set_xticks([8, 32, 128, 512, 1024], ["8", "32", "128", "512", "1024"])
+    axes[0].set_ylabel("share of samples that count")
+    axes[0].legend(loc="lower left")
+    figure.savefig(file)
+
+
+def by_setting(table: Table, file: Path) -> None:
+    """Effective sample size of answers of 256 tokens: by age, family, size and noise; median and quartiles of seeds."""
+    main = dict(zip(lengths.KEYS[:5], ("qwen3_moe", "8", "32", "4", "bfloat16"), strict=True))
+    rows = _longest_of_seeds([row for row in table.rows if row["tokens"] == "256"])
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        own = [row[name] for name, value in main.items() if row[name] != value and name not in ("experts", "top_k")]
+        if (row["experts"], row["top_k"]) != ("32", "4"):
+            own.append(f"{row['experts']} experts, top {row['top_k']}")
+        if row["layers"] != "8":
+            own[own.index(row["layers"])] = f"{row['layers']} layers"
+        if row["updates"] != "0":
+            own.append(f"{row['updates']} updates of {float(row['lr']):.0e}".replace("e-0", "e-"))
+        found.setdefault(", ".join(own) or "fresh", {}).setdefault(row["arm"], []).append(float(row["ess"]))
+    order = sorted(found, key=lambda name: (name != "fresh", "updates" not in name, name))
+    figure, axes = _figure(1)
+    for place, name in enumerate(reversed(order)):
+        for arm in ("live", "R3"):
+            median, low, high = middle(found[name][arm])
+            axes[0].plot([low, high], [place, place], color=COLORS[arm], alpha=0.4, linewidth=4)
+            axes[0].plot(median, place, "o", color=COLORS[arm], label=arm if not place else None)
+    axes[0].set_yticks(range(len(order)), [f"{name} ({len(found[name]['R3'])})" for name in reversed(order)])
+    axes[0].set(xlim=(0, 1.03), xlabel="share of answers of 256 tokens that count (number of seeds in brackets)")
+    axes[0].legend(loc="lower left")
+    figure.set_size_inches(SIZE[0], 1.2 + 0.3 * len(order))
+    figure.savefig(file)
+
+
+def by_target(table: Table, file: Path) -> None:
+    """Error of the expected gradient, to the engine's own and to the trainer's, fresh and after updates."""
+    main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16", "masks": "yes"}
+    ages = [(0.0, 0, "fresh"), (1e-6, 1, "1, 1e-6"), (1e-6, 8, "8, 1e-6"), (1e-5, 8, "8, 1e-5")]
+    figure, axes = _figure(2)
+    for one, target in zip(axes, ("engine", "trainer"), strict=True):
+        for place, arm in enumerate(COLORS):
+            heights = []
+            for lr, updates, _ in ages:
+                rows = table.select(**main, lr=lr, updates=updates, target=target, arm=arm, weight="ratio")
+                heights.append(middle(float(row["error"]) for row in rows) if rows else (math.nan,) * 3)
+            x = [index + 0.25 * (place - 1) for index in range(len(ages))]
+            spread = [[max(0.0, m - lo) for m, lo, _ in heights], [max(0.0, hi - m) for m, _, hi in heights]]
+            one.bar(x, [m for m, _, _ in heights], 0.25, yerr=spread, color=COLORS[arm], label=arm, capsize=2)
+        one.set_xticks(range(len(ages)), [name for _, _, name in ages])
+        one.set(title=f"to the {target}'s own gradient", xlabel="updates and learning rate")
+    axes[0].set_ylabel("error of the expected gradient")
+    axes[0].legend()
+    figure.savefig(file)
+
+
+def by_run(table: Table, file: Path) -> None:
+    """Reward over steps, median and quartiles over seeds, in the settings with most seeds."""
+    wanted: Mapping[tuple[str, int], str] = {
+        ("none", 0): "no noise",
+        ("random flips 0.3", 0): "30 % of rows flipped",
+        ("random flips 1", 0): "every row flipped",
+    }
+    panels = [(key, title) for key, title in wanted.items() if table.select(noise=key[0], stale=key[1])]
+    if not panels:
+        return
+    figure, axes = _figure(len(panels))
+    for one, ((noise, stale), title) in zip(axes, panels, strict=True):
+        for arm in ("live", "R3"):
+            rows = table.select(noise=noise, stale=stale, arm=arm)
+            points = _by((int(r["step"]), float(r["reward"])) for r in rows)
+            _line(one, points, arm, COLORS[arm])
+        one.set(title=title, xlabel="step", ylim=(0, 1.03))
+    axes[0].set_ylabel("reward")
+    axes[0].legend(loc="upper left")
+    figure.savefig(file)
+
+
+def _longest_of_seeds(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Return the longest answers of each setting and seed: shorter ones of the same seed are their beginning."""
+
+    def setting(row: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(row[name] for name in (*lengths.KEYS[:6], "lr", "updates"))
+
+    longest: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        longest[setting(row)] = max(longest.get(setting(row), 0), int(row["longest"]))
+    return [row for row in rows if int(row["longest"]) == longest[setting(row)]]
+
+
+def _by(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for x, y in pairs:
+        found.setdefault(x, []).append(y)
+    return dict(sorted(found.items()))
+
+
+def _line(axes: Any, points: Mapping[int, Sequence[float]], label: str, color: str) -> None:
+    """A median with its quartiles."""
+    if not points:
+        return
+    spread = [middle(values) for values in points.values()]
+    axes.plot([*points], [m for m, _, _ in spread], color=color, label=label, marker="o", markersize=3)
+    axes.fill_between([*points], [lo for _, lo, _ in spread], [hi for _, _, hi in spread], color=color, alpha=0.15)

@@ -1,0 +1,122 @@
+"""What `make evidence` measures: sample sizes and collapses by hand, exact gradients, and a table that resumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.evidence import gradients, lengths, runs
+from benchmarks.evidence.figures import middle
+from benchmarks.evidence.table import Table
+from torchrl_moe.testing import Noise
+
+
+def test_the_effective_sample_size_by_hand() -> None:
+    assert lengths.ess(torch.zeros(4)) == pytest.approx(1.0)
+    # weights 1, 1, 2: (1 + 1 + 2)^2 / (3 * (1 + 1 + 4))
+    assert lengths.ess(torch.tensor([1.0, 1.0, 2.0]).log()) == pytest.approx(16 / 18)
+    # a constant factor changes nothing, and a single large weight leaves one sample of four
+    assert lengths.ess(torch.tensor([1.0, 1.0, 2.0]).log() + 300) == pytest.approx(16 / 18, rel=1e-4)
+    assert lengths.ess(torch.tensor([0.0, 0.0, 0.0, 60.0])) == pytest.approx(0.25)
+
+
+def test_figures_of_log_ratios_by_hand() -> None:
+    # two answers of two tokens: sums 0.4 and -0.2
+    found = lengths.figures(torch.tensor([[0.3, 0.1], [-0.1, -0.1]], dtype=torch.float64))
+    weights = [math.exp(0.4), math.exp(-0.2)]
+    assert float(str(found["ess"])) == pytest.approx(sum(weights) ** 2 / (2 * sum(w * w for w in weights)), rel=1e-4)
+    assert float(str(found["std"])) == pytest.approx(0.6 / math.sqrt(2), rel=1e-4)
+    # of the four ratios only exp(0.3) is more than 0.2 from 1
+    assert float(str(found["clipped"])) == 0.25
+    assert float(str(found["kept_seq_mis"])) == 1.0 and float(str(found["kept_geo"])) == 0.0
+    k3 = sum(math.exp(x) - 1 - x for x in (0.3, 0.1, -0.1, -0.1)) / 4
+    assert float(str(found["kl"])) == pytest.approx(k3, rel=1e-4)
+
+
+def curve(rewards: list[float], **last: float) -> list[dict[str, float]]:
+    found = [{"reward": reward, "kl": 0.0, "grad_norm": 1.0} for reward in rewards]
+    found[-1].update(last)
+    return found
+
+
+def test_when_a_run_has_collapsed() -> None:
+    healthy = [1.0] * 40
+    assert runs.collapsed(curve(healthy)) == -1
+    # the mean of 20 steps is below 0.5 once more than half of them are 0: after the eleventh
+    assert runs.collapsed(curve(healthy + [0.0] * 10)) == -1
+    assert runs.collapsed(curve(healthy + [0.0] * 11)) == 50
+    # a run that never was better has not collapsed
+    assert runs.collapsed(curve([0.0] * 60)) == -1
+    assert runs.collapsed(curve(healthy, kl=1.5)) == 39
+    assert runs.collapsed(curve(healthy, grad_norm=math.nan)) == 39
+
+
+def test_a_table_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def measured(seed: int) -> Iterator[dict[str, object]]:
+        calls.append(seed)
+        yield {"arm": "live", "ess": 0.5}
+        if seed == 2:
+            raise KeyboardInterrupt
+        yield {"arm": "R3", "ess": 0.9}
+
+    table = Table(tmp_path / "a" / "b.csv", ("seed",))
+    for seed in (0, 1, 0):
+        table.measure(measured, seed=seed)
+    with pytest.raises(KeyboardInterrupt):
+        table.measure(measured, seed=2)
+    again = Table(tmp_path / "a" / "b.csv", ("seed",))
+    # a setting is there in whole or not at all
+    assert calls == [0, 1, 2] and len(again.rows) == 4 and not again.holds(seed=2)
+    again.measure(measured, seed=1)
+    assert calls == [0, 1, 2]
+    assert [row["ess"] for row in again.select(arm="R3")] == ["0.9", "0.9"]
+    assert {row["torch"] for row in again.rows} == {torch.__version__}
+    with pytest.raises(ValueError, match="has the columns"):
+        again.measure(lambda seed: [{"other": 1}], seed=3)
+
+
+def test_medians_and_quartiles() -> None:
+    assert middle([3.0, 1.0, 2.0, math.nan, 4.0]) == (2.5, 1.75, 3.25)
+    assert middle([2.0]) == (2.0, 2.0, 2.0)
+
+
+@pytest.fixture
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "WORDS", 3)
+    monkeypatch.setattr(gradients, "LENGTH", 2)
+    monkeypatch.setitem(gradients.ALL_NOISES, "none", Noise())
+    monkeypatch.setitem(gradients.ALL_NOISES, "all flipped", Noise(flips=1.0, nearest=False))
+
+
+@pytest.mark.parametrize("noise", ["none", "all flipped"])
+def test_exact_gradients_without_noise_and_under_replay_are_the_engines_own(few_words: None, noise: str) -> None:
+    rows = list(gradients.measured("qwen3_moe", 2, 8, 2, noise, "yes", 0, "fresh"))
+    error = {(row["arm"], row["weight"], row["target"]): float(str(row["error"])) for row in rows}
+    mismatch = float(str(rows[0]["rows_mismatch"]))
+    # R3 computes the engine's own policy: all ratios are 1, and its expected gradient is the engine's
+    assert error["R3", "ratio", "engine"] < 1e-4 and ("R3", "none", "engine") not in error
+    if noise == "none":
+        assert mismatch == 0 and error["live", "ratio", "engine"] < 1e-4
+        assert error["live", "ratio", "trainer"] < 1e-4
+    else:
+        # with the ratio, live routing is exactly the gradient of the trainer's own reward, and not the engine's
+        assert mismatch > 0.5 and error["live", "ratio", "engine"] > 0.01
+        assert error["live", "ratio", "trainer"] < 1e-4 < error["R3", "ratio", "trainer"]
+
+
+def test_without_masks_the_words_that_were_left_out_count(few_words: None) -> None:
+    (masked, unmasked) = (
+        {
+            row["arm"]: row
+            for row in gradients.measured("qwen3_moe", 2, 8, 2, "none", masks, 0, "fresh")
+            if row["weight"] == "ratio"
+        }
+        for masks in ("yes", "no")
+    )
+    assert abs(float(str(masked["R3"]["kl"]))) < 1e-5 < float(str(unmasked["R3"]["kl"]))

@@ -1,0 +1,165 @@
+"""parity="exact": the engine's log-probs and a scorer's are equal bit by bit, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.modules.llm.policies import Tokens
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from support.engines import EngineShelf
+from torchrl_moe._compat_transformers import one_shape_of_experts
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+
+pytestmark = pytest.mark.filterwarnings("ignore:the batch has the experts that an engine recorded")
+
+WIDTH = 40
+PROMPTS = ("1 + 1 =", "A mixture of experts", "x")
+Started = Callable[..., AsyncVLLM]
+
+
+@pytest.fixture(scope="module")
+def started(shelf: EngineShelf) -> Iterator[Started]:
+    with ExitStack() as engines:
+        kept: dict[str, AsyncVLLM] = {}
+
+        def start(family: str, **arguments: Any) -> AsyncVLLM:
+            name = f"{family} {arguments}"
+            if name not in kept:
+                made = AsyncVLLM.from_pretrained(
+                    shelf.folder(family), engine="transformers", dtype="float32", max_model_len=WIDTH, **arguments
+                )
+                kept[name] = engines.enter_context(made)
+            return kept[name]
+
+        yield start
+
+
+def answers(engine: AsyncVLLM, **sampling: Any) -> TensorDictBase:
+    policy = vLLMWrapper(
+        engine,
+        input_mode="tokens",
+        num_samples=3,
+        generate_kwargs={"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True, **sampling},
+    )
+    tokenizer = engine.get_tokenizer()
+    prompts = [TensorDict(tokens=Tokens(prompt=torch.tensor(tokenizer(text)["input_ids"]))) for text in PROMPTS]
+    return lazy_stack([one for group in policy(lazy_stack(prompts)).unbind(0) for one in group.unbind(0)])
+
+
+def model_of(shelf: EngineShelf, family: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(shelf.folder(family), dtype=torch.float32).eval()
+    return model
+
+
+def gaps(actor: TransformersWrapper, batch: TensorDictBase) -> Tensor:
+    """|scorer - engine| of all sampled tokens."""
+    scores = actor.score(batch.copy(), entropy=False)[0]
+    found = []
+    for row, own in zip(batch.unbind(0), scores, strict=True):
+        sampled = row["log_probs", "full"]
+        gap = (own[len(own) - len(sampled) :] - sampled).abs()
+        found.append(gap[sampled.isfinite()])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("replay", ["R3", "none"])
+def test_log_probs_are_equal_bit_by_bit(started: Started, shelf: EngineShelf, family: str, replay: Any) -> None:
+    batch = answers(started(family, parity="exact"))
+    actor = TransformersWrapper(model_of(shelf, family), replay=replay, pad_model_input=WIDTH)
+    with torch.no_grad():
+        found = gaps(actor, batch)
+    assert len(found) == len(PROMPTS) * 3 * 12
+    assert float(found.max()) == 0.0
+    # with gradients too: what a loss reads is the same
+    assert float(gaps(actor, batch).detach().max()) == 0.0
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.8}])
+def test_at_other_temperatures_and_from_kept_tokens(started: Started, shelf: EngineShelf, sampling: Any) -> None:
+    batch = answers(started("qwen3_moe", parity="exact"), **sampling)
+    actor = TransformersWrapper(model_of(shelf, "qwen3_moe"), replay="R3", pad_model_input=WIDTH)
+    with torch.no_grad():
+        assert float(gaps(actor, batch).max()) == 0.0
+
+
+def test_otherwise_they_are_equal_to_rounding_only(started: Started, shelf: EngineShelf) -> None:
+    batch = answers(started("qwen3_moe"))
+    model = model_of(shelf, "qwen3_moe")
+    with torch.no_grad():
+        usual = gaps(TransformersWrapper(model, replay="R3"), batch)
+        fixed = gaps(TransformersWrapper(model, replay="R3", pad_model_input=WIDTH), batch)
+    assert 0 < float(usual.max()) < 1e-4
+    assert 0 < float(fixed.max()) < 1e-4
+
+
+def test_an_answers_log_probs_do_not_depend_on_the_others(started: Started, shelf: EngineShelf) -> None:
+    batch = answers(started("qwen3_moe", parity="exact"))
+    actor = TransformersWrapper(model_of(shelf, "qwen3_moe"), replay="R3", pad_model_input=WIDTH)
+    with torch.no_grad():
+        together = actor.score(batch.copy(), entropy=False)[0]
+        for i in (0, 4, 8):
+            alone = actor.score(batch[i : i + 1].copy(), entropy=False)[0][0]
+            assert torch.equal(together[i, together.shape[1] - len(alone) :], alone)
+
+
+def test_scores_in_rows_of_fixed_width_are_the_usual_ones_to_rounding(shelf: EngineShelf) -> None:
+    model = model_of(shelf, "qwen3_moe")
+    rows = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (4, 9, 7)]
+    for td in (
+        lazy_stack([TensorDict(tokens=Tokens(full=row)) for row in rows]),
+        TensorDict(tokens=Tokens(full=torch.stack([row[:4] for row in rows])), batch_size=[3]),
+    ):
+        usual, fixed = (TransformersWrapper(model, replay="R2", pad_model_input=width) for width in (None, 16))
+        one, other = td.copy(), td.copy()
+        with torch.no_grad():
+            scores = usual.score(one, router_logits=True), fixed.score(other, router_logits=True)
+            for wanted, got in zip(*scores, strict=True):
+                assert wanted is not None and got is not None
+                torch.testing.assert_close(wanted, got, atol=1e-4, rtol=1e-4)
+        for i in range(3):
+            assert torch.equal(one[i]["train_routed_experts", "full"], other[i]["train_routed_experts", "full"])
+        # the second pass follows what the first one wrote
+        loss = fixed.score(other, entropy=False)[0].sum()
+        loss.backward()
+        assert other["routing", "fallback"].shape == (3,)
+
+
+@pytest.mark.parametrize("width", [0, -3])
+def test_a_width_that_is_none_is_refused(shelf: EngineShelf, width: int) -> None:
+    with pytest.raises(ValueError, match=f"None or a number of tokens, got {width}"):
+        TransformersWrapper(model_of(shelf, "qwen3_moe"), pad_model_input=width)
+
+
+def test_a_sequence_that_is_longer_than_the_row_is_refused(shelf: EngineShelf) -> None:
+    actor = TransformersWrapper(model_of(shelf, "qwen3_moe"), replay="none", pad_model_input=3)
+    td = lazy_stack([TensorDict(tokens=Tokens(full=torch.arange(4)))])
+    with pytest.raises(ValueError, match="a sequence has 4 tokens, and pad_model_input=3 is the width of its row"):
+        actor.score(td)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"parity": "near", "max_model_len": 8}, "parity must be one of None, exact, got 'near'"),
+        ({"parity": "exact"}, "parity='exact' reads each answer in a row of max_model_len tokens: pass max_model_len"),
+    ],
+)
+def test_an_engine_that_cannot_be_exact_is_refused(shelf: EngineShelf, arguments: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), engine="transformers", **arguments)
+
+
+def test_a_model_with_code_of_its_own_for_experts_is_refused() -> None:
+    class Own:
+        pass
+
+    with pytest.raises(ValueError, match="Own computes its experts in code of its own"):
+        one_shape_of_experts(Own())

@@ -1,0 +1,223 @@
+"""Noise on a dial: shares and choices of flips, worked-out quantisation, stale weights, and what replay removes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+from torchrl.modules.llm.policies import Tokens
+from transformers import PreTrainedModel
+
+from torchrl_moe.modules import RouterReplay, TransformersWrapper
+from torchrl_moe.testing import Noise, NoisyModel, make_tiny_moe, without_kept_tokens
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+
+
+def ids(rows: int = 8, tokens: int = 64) -> Tensor:
+    return torch.randint(0, 256, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+def recorded(model: PreTrainedModel, noise: Noise, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts ``[B, T, L, K]`` that a noisy forward pass uses, and its logits."""
+    with torch.no_grad(), noise.on(model), RouterReplay.of(model).record() as recording:
+        logits = model(tokens).logits
+    return recording.routed_experts, logits
+
+
+def router_logits(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [z.view(*tokens.shape, -1) for z in model(tokens, output_router_logits=True).router_logits]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_share_of_rows_has_another_weakest_expert_and_no_other_change(family: str) -> None:
+    model, tokens = make_tiny_moe(family, num_hidden_layers=2), ids()
+    layer = RouterReplay.of(model).layers[0]  # its input is the same with and without noise
+    own, clean = recorded(model, Noise(), tokens)
+    noisy, logits = recorded(model, Noise(flips=0.25), tokens)
+    before, after = own[:, :, layer], noisy[:, :, layer]
+    assert torch.equal(before[..., :-1], after[..., :-1])
+    share = float((before[..., -1] != after[..., -1]).float().mean())
+    # 512 rows: four standard deviations are 0.077
+    assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / tokens.numel())
+    assert not torch.equal(clean, logits)
+    # the recording is complete: replayed, it gives the noisy logits, bit by bit
+    with torch.no_grad(), RouterReplay.of(model).replay(noisy):
+        assert torch.equal(model(tokens).logits, logits)
+
+
+def test_the_nearest_expert_is_the_first_one_left_out() -> None:
+    model, tokens = make_tiny_moe("mixtral", num_hidden_layers=1), ids()
+    (scores,) = router_logits(model, tokens)
+    order = scores.argsort(-1, descending=True)
+    chosen, _ = recorded(model, Noise(flips=1.0), tokens)
+    assert torch.equal(chosen[:, :, 0].long(), order[..., [0, 2]])
+
+
+def test_a_random_flip_takes_each_expert_that_was_left_out_about_as_often() -> None:
+    model, tokens = make_tiny_moe("mixtral", num_hidden_layers=1), ids(16, 128)
+    (scores,) = router_logits(model, tokens)
+    order = scores.argsort(-1, descending=True)
+    chosen, _ = recorded(model, Noise(flips=1.0, nearest=False), tokens)
+    assert torch.equal(chosen[:, :, 0, 0].long(), order[..., 0])
+    ranks = (order == chosen[:, :, 0, 1:].long()).float().argmax(-1)
+    counts = ranks.flatten().bincount(minlength=8)
+    assert counts[:2].tolist() == [0, 0]
+    # 2048 rows over six experts: 341 each, four standard deviations are 68
+    assert (counts[2:] - tokens.numel() / 6).abs().max() < 68
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_noise_of_router_logits_has_its_size(family: str) -> None:
+    model, tokens = make_tiny_moe(family, num_hidden_layers=2), ids()
+    seen: list[Tensor] = []
+    hidden: list[Tensor] = []
+    router = model.get_submodule(RouterReplay.of(model).sites[0].name)
+
+    def keep(_: object, __: object, result: object) -> None:
+        seen.append((result[0] if isinstance(result, tuple) else result).detach())
+
+    hook = router.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach()))
+    out = router.register_forward_hook(keep)
+    with torch.no_grad(), Noise(router_std=0.5).on(model):
+        model(tokens)
+    hook.remove(), out.remove()
+    weight = router.weight.detach()
+    clean = torch.nn.functional.linear(hidden[0].reshape(-1, weight.shape[1]), weight)
+    moved = seen[0].reshape(clean.shape)
+    if family != "qwen3_moe" and family != "olmoe":
+        gap = moved - clean
+        assert abs(float(gap.std()) - 0.5) < 0.03 and abs(float(gap.mean())) < 0.03
+    routes = recorded(model, Noise(), tokens)[0], recorded(model, Noise(router_std=0.5), tokens)[0]
+    assert not torch.equal(*(one.sort(-1).values for one in routes))
+
+
+def test_equal_seeds_are_equal_noise_and_the_generator_of_torch_is_not_drawn_from() -> None:
+    model, tokens = make_tiny_moe(), ids(2, 16)
+    before = torch.get_rng_state()
+    first, again, other = (recorded(model, Noise(flips=0.3, nearest=False, seed=s), tokens)[0] for s in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(before, torch.get_rng_state())
+    # nothing is left behind
+    assert torch.equal(recorded(model, Noise(), tokens)[0], recorded(make_tiny_moe(), Noise(), tokens)[0])
+
+
+def test_a_trainer_under_noise_that_follows_recorded_experts_has_none() -> None:
+    model, tokens = make_tiny_moe(), ids(2, 16)
+    own, clean = recorded(model, Noise(), tokens)
+    with Noise(flips=0.5).on(model):
+        live = model(tokens).logits
+        with RouterReplay.of(model).replay(own):
+            replayed = model(tokens).logits
+    assert torch.equal(replayed, clean) and not torch.equal(live, clean)
+    live.sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_quantised_weights_are_those_worked_out_by_hand() -> None:
+    model = make_tiny_moe("mixtral", num_hidden_layers=1)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with torch.no_grad():
+        weight = model.get_parameter(name)
+        weight.zero_()
+        weight[0, :3] = torch.tensor([127.0, 1.4, -2.6])
+        weight[1, :4] = torch.tensor([448.0, 17.0, 18.9, -0.001])
+    int8 = NoisyModel(model, Noise(weights="int8")).model.get_parameter(name)
+    assert int8[0, :4].tolist() == [127.0, 1.0, -3.0, 0.0]
+    float8 = NoisyModel(model, Noise(weights="float8")).model.get_parameter(name)
+    # e4m3 has three bits after the first: steps of 2 from 16 to 32, and of 2^-9 at the smallest
+    assert float8[1, :4].tolist() == [448.0, 16.0, 18.0, -(2.0**-9)]
+    (router,) = [n for n, _ in model.named_parameters() if n.endswith("gate.weight")]
+    quantised = NoisyModel(model, Noise(weights="int8")).model
+    for kept in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", router):
+        assert torch.equal(quantised.get_parameter(kept), model.get_parameter(kept))
+
+
+def test_the_copy_has_the_weights_of_so_many_updates_ago() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    norm = model.get_parameter("model.norm.weight")
+    rollouts = NoisyModel(model, Noise(stale=2))
+    held = rollouts.model.get_parameter("model.norm.weight")
+    found = []
+    for update in range(1, 5):
+        with torch.no_grad():
+            norm.fill_(float(update))
+        rollouts.take_weights(model)
+        found.append(float(held[0]))
+    # before the first update it had 1 + 0.1 * N(0, 1)
+    assert found[2:] == [1.0, 2.0] and found[0] == found[1] != 1.0
+
+
+def test_what_is_combined_adds_up() -> None:
+    model, tokens = make_tiny_moe(), ids(2, 32)
+    alone = NoisyModel(model, Noise(dtype=torch.bfloat16))
+    both = NoisyModel(model, Noise(dtype=torch.bfloat16, flips=0.3))
+    with torch.no_grad():
+        with alone.running() as one, both.running() as other:
+            assert one.dtype == other.dtype == torch.bfloat16
+            assert not torch.equal(one(tokens).logits, other(tokens).logits)
+        assert torch.equal(alone.model(tokens).logits, both.model(tokens).logits)  # flips are on while it runs only
+
+
+def test_answers_of_a_noisy_model_are_replayed_to_rounding_and_the_live_router_is_off() -> None:
+    trainer = make_tiny_moe()
+    rollouts = NoisyModel(trainer, Noise(flips=0.3))
+    policy = TransformersWrapper(
+        rollouts.model, input_mode="tokens", generate=True, generate_kwargs={"max_new_tokens": 12, "temperature": 1.0}
+    )
+    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in ids(4, 6)])
+    torch.manual_seed(0)
+    with rollouts.running():
+        batch = policy(prompts)
+    gaps = {}
+    for replay in ("R3", "none"):
+        actor = TransformersWrapper(trainer, replay=replay)
+        with torch.no_grad():
+            scores = actor.score(batch.copy(), entropy=False)[0]
+        sampled = [row["log_probs", "full"] for row in batch.unbind(0)]
+        of_rows = [own[len(own) - len(row) :] - row for row, own in zip(sampled, scores, strict=True)]
+        gaps[replay] = max(float(gap[gap.isfinite()].abs().max()) for gap in of_rows)
+    assert gaps["R3"] < 1e-5 < 1e-2 < gaps["none"]
+
+
+def test_without_kept_tokens_the_log_probs_are_off_by_the_mass_that_was_kept() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    policy = TransformersWrapper(
+        model, input_mode="tokens", generate=True,
+        generate_kwargs={"max_new_tokens": 1, "temperature": 1.0, "top_k": 5},
+    )  # fmt: skip
+    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in ids(3, 6)])
+    torch.manual_seed(0)
+    batch = policy(prompts)
+    actor = TransformersWrapper(model, replay="R3")
+    with torch.no_grad():
+        told, untold = (actor.score(one, entropy=False)[0][:, -1] for one in (batch.copy(), without_kept_tokens(batch)))
+        mass = model(ids(3, 6)).logits[:, -1].softmax(-1).topk(5).values.sum(-1)
+    assert torch.allclose(untold - told, mass.log(), atol=1e-5)
+    assert "kept" in batch[0]["sampling"] and "kept" not in without_kept_tokens(batch)[0]["sampling"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"flips": 1.5}, "flips must be"),
+        ({"flips": float("nan")}, "flips must be"),
+        ({"router_std": -1}, "router_std must be"),
+        ({"stale": 0.5}, "stale must be"),
+        ({"weights": "int4"}, "weights must be one of int8, float8, or None, got 'int4'"),
+        ({"dtype": torch.int8}, "dtype must be a floating torch.dtype, or None, got torch.int8"),
+        ({"nearest": 1}, "nearest"),
+    ],
+)
+def test_noise_that_is_none_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Noise(**given)  # type: ignore[arg-type]
+
+
+def test_whether_there_is_any() -> None:
+    assert not Noise(seed=3, nearest=False).is_on
+    assert all(Noise(**one).is_on for one in ({"flips": 0.1}, {"stale": 1}, {"dtype": torch.bfloat16}))  # type: ignore[arg-type]
