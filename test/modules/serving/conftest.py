@@ -35,6 +35,8 @@ def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RestartingService]]:
     """Makes services whose replicas are restarted; at the end no lease is held, no place taken, and all is ended."""
     monkeypatch.setattr(fleet_module, "TICK_SECONDS", 0.02)  # an idle replica's death is seen at the next look
+    monkeypatch.setattr(fleet_module, "JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(fleet_module, "PEER_SECONDS", 0.5)
     made: list[RestartingService] = []
 
     def make(*args: Any, **kwargs: Any) -> RestartingService:

@@ -642,7 +642,11 @@ def test_a_request_that_stalls_its_replicas_fails_with_what_their_logs_say(fleet
 
 @pytest.mark.parametrize("part", ["owner", "core"])
 def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, part: str) -> None:
-    service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0))
+    service = fleet(
+        2,
+        lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0),
+        replace(QUICK, breaker_cooldown=0.1),
+    )
     call = in_thread(lambda: ask(service, actor_index=0))
     free = in_thread(lambda: ask(service, ["a", "b"]))
     until(lambda: service.replica_table[0].inflight == 2)

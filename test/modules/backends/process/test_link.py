@@ -59,6 +59,7 @@ KEYS = st.text(st.characters(exclude_categories=["Cs"])) | st.integers(-(2**63),
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=12)
 
 
+@settings(max_examples=50)
 @given(value=VALUES)
 def test_plain_data_comes_out_as_it_went_in(value: Any) -> None:
     again = decoded(value)
