@@ -407,7 +407,7 @@ def watch_steps(engine: AsyncVLLM) -> Iterator[list[tuple[float, int]]]:
 
 
 @pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
-@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("clear_cache", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_the_first_step_of_new_weights_is_the_canarys_however_full_the_engine_is(
     engine: AsyncVLLM, versions: Versions, clear_cache: bool
 ) -> None:
