@@ -225,8 +225,8 @@ def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_th
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 def test_a_group_may_be_large(collect: Collect) -> None:
-    batch = next(iter(collect(group_size=200, groups_per_batch=1, max_staleness=0)))
-    assert queries(batch) == ["q0"] * 200
+    batch = next(iter(collect(group_size=80, groups_per_batch=1, max_staleness=0)))
+    assert queries(batch) == ["q0"] * 80
 
 
 # -- continuing -------------------------------------------------------------------------------------------------------

@@ -124,7 +124,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, uninterrupte
     assert traces(tmp_path / "run") == uninterrupted
 
 
-@pytest.mark.parametrize("point", [pytest.param("process_optim_batch", marks=pytest.mark.soak), "post_steps_log"])
+@pytest.mark.soak  # that of the collector alone is in ``test_collector_schedules.py``
+@pytest.mark.parametrize("point", ["process_optim_batch", "post_steps_log"])
 def test_while_answers_are_generated_ahead_a_killed_run_trains_on_each_prompt_once(tmp_path: Path, point: str) -> None:
     out = tmp_path / "run"
     assert start(out, point, max_staleness=2) == -signal.SIGKILL

@@ -86,7 +86,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return tensor.mT if len(shape) == 2 and draw(st.booleans()) else tensor
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.dictionaries(st.text(max_size=8), tensors(), max_size=6), min_size=1, max_size=4),
     st.sampled_from([None, str(MEMORY)] if MEMORY.is_dir() else [None]),

@@ -128,7 +128,7 @@ def test_a_short_run_passes_every_check_and_leaves_its_records(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("fault", [shift_routes, wrong_ids])
+@pytest.mark.parametrize("fault", [shift_routes, pytest.param(wrong_ids, marks=pytest.mark.soak)])
 def test_a_fault_on_purpose_is_noticed(run: Make, fault: Any) -> None:
     trainer = run("steps=1", f"hooks=[torchrl_moe.testing.fake_engine:{fault.__name__}]", "eval.max_mismatch=null")
     trainer.train()
@@ -177,7 +177,7 @@ def test_generation_continues_while_the_trainer_trains(run: Make) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("replay", ["R2", "none"])
+@pytest.mark.parametrize("replay", ["R2", pytest.param("none", marks=pytest.mark.soak)])
 def test_other_ways_to_route(run: Make, replay: str) -> None:
     trainer = run("steps=1", f"loss.replay={replay}")
     trainer.train()

@@ -89,6 +89,7 @@ def test_over_gloo_two_replicas_have_each_of_three_versions_exactly(make: Make) 
                 versions.check(completion, output, only=before if output.policy_versions[0] == before else None)
 
 
+@pytest.mark.soak
 @pytest.mark.engine("qwen3_moe", num_replicas=2)
 def test_a_replica_that_stops_in_the_middle_of_a_broadcast_costs_only_its_own_version(
     make: Make, monkeypatch: pytest.MonkeyPatch
