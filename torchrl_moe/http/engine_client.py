@@ -75,6 +75,7 @@ class Call:
     tokens: int = 0  # that it may take at most, counted against the server's limit
     versions: set[int] = field(default_factory=set)  # of the tokens of its answers
     records: list[Callable[..., None]] = field(default_factory=list)  # its answers, without the messages they became
+    tasks: list[asyncio.Future[Completion]] = field(default_factory=list)  # its requests to the engine
 
 
 CALL: ContextVar[Call] = ContextVar("CALL")
@@ -235,8 +236,13 @@ class ServiceClient(EngineClient):
         return self._outputs(call, ids, params, deltas, lora_request=lora_request, priority=priority, **where)
 
     def over(self, call: Call) -> None:
-        """Note that a call has ended."""
+        """Note that a call has ended, and abort what is left of it.
+
+        A generator that is left at a ``yield``, as by a client that does not read, ends when garbage is collected.
+        """
         self.tokens -= call.tokens
+        for task in call.tasks:
+            task.cancel()
 
     def _checked(self, given: SamplingParams, ids: Sequence[int], call: Call) -> SamplingParams:
         """Return the parameters that the engine gets."""
@@ -314,6 +320,7 @@ class ServiceClient(EngineClient):
         if deltas.streams and (session is None or session.generate is None):
             arguments["on_part"] = news.put_nowait
         task = asyncio.ensure_future(generate(**arguments))
+        call.tasks.append(task)
         task.add_done_callback(lambda _: news.put_nowait(None))
 
         def close() -> None:  # from any thread

@@ -62,7 +62,7 @@ def twin() -> RouterReplay:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True, None])
-@pytest.mark.parametrize(("replay", "temperature"), [("R3", 1.0), ("R3", 0.7), ("none", 0.7)])
+@pytest.mark.parametrize(("replay", "temperature"), [("R3", 0.7), ("none", 0.7)])
 def test_scores_are_those_of_each_sequence_alone(
     actor: TransformersWrapper,
     twin: RouterReplay,
@@ -133,7 +133,7 @@ def sampled_reference(twin: RouterReplay, one: TensorDictBase, temperature: floa
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("words", [(True, True, True), (True, False, True)])
+@pytest.mark.parametrize("words", [(True, False, True), pytest.param((True, True, True), marks=pytest.mark.parity)])
 def test_scores_are_of_the_distribution_that_each_sample_was_drawn_from(
     actor: TransformersWrapper,
     twin: RouterReplay,
