@@ -361,7 +361,7 @@ FAULTS = (
             "                self.reference(part)\n"
             '        scores = with_mismatch or self.writes_prox or self.actor.replay == "R2"\n'
         ),
-        tests=("trainers/test_learner*.py", *TRAINERS),
+        tests=("contract/test_trainer*.py", "trainers/test_grpo*.py", *TRAINERS),
     ),
     Fault(
         name="dense-batch",
@@ -383,14 +383,6 @@ FAULTS = (
             "trainers/test_checkpoints*.py",
             *TRAINERS,
         ),
-    ),
-    Fault(
-        name="text-that-looks-like-a-number",
-        title="torchrl-moe train out=007 wrote to the folder 7",
-        file="trainers/compose.py",
-        mended=" and not (is_text and type(parsed.value()) in (int, float))\n",
-        faulty="\n",
-        tests=("trainers/test_compose*.py", "cli/test_train*.py"),
     ),
     Fault(
         name="folder-with-a-space",
