@@ -401,14 +401,6 @@ FAULTS = (
         tests=SESSIONS,
     ),
     Fault(
-        name="half-a-character",
-        title="Half a character at the end of an answer was taken for the mark that stands for it",
-        file="http/sessions.py",
-        mended="                is_half = same and self._decode(child.ids[-HALF:]).endswith(CUT)\n",
-        faulty="                is_half = False\n",
-        tests=SESSIONS,
-    ),
-    Fault(
         name="answers-without-tokens",
         title="The conformance checks held for an engine that answers nothing",
         file="testing/conformance/trial.py",
