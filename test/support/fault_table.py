@@ -271,30 +271,6 @@ FAULTS = (
         tests=("modules/backends/vllm/test_worker*.py", *WEIGHTS_IN_VLLM),
     ),
     Fault(
-        name="nan-in-the-cache",
-        title="NaN stayed in the KV cache after the weights that made it, and good weights were refused",
-        file="_compat.py",
-        mended="    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)\n",
-        faulty="    del KVCacheConfig\n",
-        tests=(
-            "modules/backends/vllm/test_adapters*.py",
-            "contract/test_transport*.py",
-            "weight_update/test_sender*.py",
-        ),
-    ),
-    Fault(
-        name="abort-pause",
-        title="A pause of mode abort left the requests that vLLM had not yet taken in",
-        file="modules/backends/vllm/engine_process.py",
-        mended=(
-            "        await self.sleeping.pause(mode, clear_cache)\n"
-            '        if mode == "abort":  # vLLM holds what it had not yet taken in\n'
-            "            self.requests.cut(before)\n"
-        ),
-        faulty="        await self.sleeping.pause(mode, clear_cache)\n        del before\n",
-        tests=("modules/backends/test_conformance*.py", "contract/test_engine*.py"),
-    ),
-    Fault(
         name="low-temperature",
         title="engine='transformers' took low temperatures for 0; vLLM samples at 0.01",
         file="modules/backends/transformers/answer.py",
