@@ -48,6 +48,8 @@ HEAVY = (
 NEEDED = ("torchrl_moe", "test", "benchmarks", "docs", "tutorials", "requirements")
 LIMIT = 1800.0
 """Seconds for the tests of one fault."""
+HUNG = -999
+"""In the place of a status: the tests had not ended in time."""
 NO_TESTS = 5
 """pytest's status where all tests of the files are left out."""
 MOST_BYTES = 8 << 30
@@ -57,7 +59,8 @@ WORDS = {
     "survived": "SURVIVED",
     "unsteady": "UNSTEADY: the test fails without the fault too:",
     "broken": "BROKEN: the tests cannot be collected:",
-    "hung": "caught: the tests did not end, or were killed; the last was",
+    "hung": "caught: the tests did not end; the last was",
+    "killed": "NOT KNOWN: a signal ended the tests in",
 }
 
 
@@ -66,7 +69,7 @@ class Run:
     """What the tests said of one tree."""
 
     status: int
-    """pytest's own; below 0: they had not ended in time, or a signal ended them."""
+    """pytest's own; below 0 a signal's, or :data:`HUNG`."""
     test: str = ""
     """The first that failed, or the one that did not end."""
     said: str = ""
@@ -202,7 +205,7 @@ def _wait(child: int, limit: float) -> int:
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return -1
+    return HUNG
 
 
 def judge(fault: Fault, tree: Path, limit: float = LIMIT) -> Result:
@@ -214,7 +217,8 @@ def judge(fault: Fault, tree: Path, limit: float = LIMIT) -> Result:
             run = run_tests(tree, files, limit - (time.monotonic() - began), fault.patience)
             if run.status not in (0, NO_TESTS):
                 break
-    end = "hung" if run.status < 0 else {0: "survived", NO_TESTS: "survived", 1: "caught"}.get(run.status, "broken")
+    end = {0: "survived", NO_TESTS: "survived", 1: "caught", HUNG: "hung"}.get(run.status)
+    end = end or ("killed" if run.status < 0 else "broken")
     if end == "caught" and "::" not in run.test:  # a file that could not be imported
         end = "broken"
     if end == "caught" and run_tests(tree, [run.test], limit, fault.patience).status != 0:

@@ -9,7 +9,7 @@ import pytest
 
 from support import hidden_faults
 from support.fault_table import FAULTS, Fault
-from support.hidden_faults import Result, Run, files_of, introduced, judge
+from support.hidden_faults import HUNG, Result, Run, files_of, introduced, judge
 from support.sources import ROOT
 
 FAULT = Fault(
@@ -81,7 +81,8 @@ ENDS = {
     "survived": [Run(5)],
     "broken": [Run(1, "test/test_number.py")],
     "unsteady": [Run(1, "test/test_number.py::test_number"), Run(1, "test/test_number.py::test_number")],
-    "hung": [Run(-1, "test/test_number.py::test_number")],
+    "hung": [Run(HUNG, "test/test_number.py::test_number")],
+    "killed": [Run(-9, "test/test_number.py::test_number")],
 }
 
 
