@@ -28,7 +28,7 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
     """What is measured over lengths."""
     for seed in range(1 if quick else 5):
         yield 0, {**MAIN, "seed": seed, "longest": 256, "ages": "stale"}
-    others = [
+    others: list[dict[str, Any]] = [
         {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2}, {"noise": "int8 and bfloat16"},
         {"noise": "bfloat16, float32 routers"}, {"family": "olmoe"}, {"family": "deepseek_v3"}, {"layers": 2},
         {"layers": 4}, {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},

@@ -53,7 +53,10 @@ def _figure(panels: int, sharey: bool = True) -> tuple[Any, Sequence[Any]]:
 def by_length(table: Table, file: Path) -> None:
     """Effective sample size against length: fresh, and after updates of an ordinary size."""
     main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
-    panels = [("fresh rollouts", {"updates": 0}), ("8 updates old, lr 1e-6", {"lr": 1e-6, "updates": 8})]
+    panels: list[tuple[str, dict[str, Any]]] = [
+        ("fresh rollouts", {"updates": 0}),
+        ("8 updates old, lr 1e-6", {"lr": 1e-6, "updates": 8}),
+    ]
     figure, axes = _figure(len(panels))
     for one, (title, where) in zip(axes, panels, strict=True):
         rows = _longest_of_seeds(table.select(**main, **where))
