@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence import figures, gradients, lengths, runs
-from benchmarks.evidence.table import DATA, Table
+from benchmarks.evidence.table import DATA, KEYS, Table
 
 Ranked = tuple[int, dict[str, Any]]
 """How soon something is measured, and what."""
@@ -52,10 +52,10 @@ def of_runs(quick: bool) -> Iterator[Ranked]:
                 yield 1, setting
 
 
-MEASURED: Mapping[str, tuple[Settings, Sequence[str], Measured]] = {
-    "lengths": (of_lengths, lengths.KEYS, lengths.measured),
-    "gradients": (gradients.settings, gradients.KEYS, gradients.measured),
-    "runs": (of_runs, runs.KEYS, runs.measured),
+MEASURED: Mapping[str, tuple[Settings, Measured]] = {
+    "lengths": (of_lengths, lengths.measured),
+    "gradients": (gradients.settings, gradients.measured),
+    "runs": (of_runs, runs.measured),
 }
 
 
@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # the most important first, and each seed of all parts before the next one
     order: list[tuple[int, int, str, dict[str, Any]]] = [
         (rank, setting["seed"], part, setting)
-        for part, (settings, _, _) in MEASURED.items()
+        for part, (settings, _) in MEASURED.items()
         if part in parts
         for rank, setting in settings(options.quick)
     ]
-    tables = {part: Table(folder / f"{part}.csv", keys) for part, (_, keys, _) in MEASURED.items()}
+    tables = {part: Table(folder / f"{part}.csv", KEYS[part]) for part in MEASURED}
     for _, _, part, setting in sorted(order, key=lambda item: item[:2]):
-        tables[part].measure(MEASURED[part][2], **setting)
+        tables[part].measure(MEASURED[part][1], **setting)
     if "figures" in parts:
         figures.draw(folder, folder if options.quick else figures.DOCS)
 

@@ -23,7 +23,6 @@ from torchrl_moe.objectives import functional as F
 from torchrl_moe.ops import k3
 from torchrl_moe.testing import Noise, NoisyModel, make_tiny_moe
 
-KEYS = ("family", "layers", "experts", "top_k", "noise", "seed", "longest", "ages")
 LENGTHS = (8, 32, 64, 128, 256, 512, 1024)
 PROMPT, AT_A_TIME, ANSWERS = 8, 8, 32
 SIZES: Mapping[str, tuple[str, str]] = {
