@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["DATA", "VERSIONS", "Table"]
+__all__ = ["DATA", "KEYS", "VERSIONS", "Table"]
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = {name: version(name) for name in ("torch", "transformers")}
