@@ -55,7 +55,7 @@ def cache_argument(arguments: Collection[str]) -> str:
 
 
 def one_shape_of_experts(model: Any) -> None:
-    """Have a model multiply each token by each of its experts alone: products of one shape, whoever else is in a batch.
+    """Have a model multiply each token by each of its experts alone: products of one shape, in whatever batch.
 
     By default an expert's tokens are one product, whose shape, and with it the last bits, depends on all other tokens.
     """

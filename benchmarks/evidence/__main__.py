@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence import figures, gradients, lengths, runs
-from benchmarks.evidence.table import DATA, Table
+from benchmarks.evidence.table import DATA, KEYS, Table
 
 Ranked = tuple[int, dict[str, Any]]
 """How soon something is measured, and what."""
@@ -28,7 +28,7 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
     """What is measured over lengths."""
     for seed in range(1 if quick else 5):
         yield 0, {**MAIN, "seed": seed, "longest": 256, "ages": "stale"}
-    others = [
+    others: list[dict[str, Any]] = [
         {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2}, {"noise": "int8 and bfloat16"},
         {"noise": "bfloat16, float32 routers"}, {"family": "olmoe"}, {"family": "deepseek_v3"}, {"layers": 2},
         {"layers": 4}, {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},
@@ -52,10 +52,10 @@ def of_runs(quick: bool) -> Iterator[Ranked]:
                 yield 1, setting
 
 
-MEASURED: Mapping[str, tuple[Settings, Sequence[str], Measured]] = {
-    "lengths": (of_lengths, lengths.KEYS, lengths.measured),
-    "gradients": (gradients.settings, gradients.KEYS, gradients.measured),
-    "runs": (of_runs, runs.KEYS, runs.measured),
+MEASURED: Mapping[str, tuple[Settings, Measured]] = {
+    "lengths": (of_lengths, lengths.measured),
+    "gradients": (gradients.settings, gradients.measured),
+    "runs": (of_runs, runs.measured),
 }
 
 
@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # the most important first, and each seed of all parts before the next one
     order: list[tuple[int, int, str, dict[str, Any]]] = [
         (rank, setting["seed"], part, setting)
-        for part, (settings, _, _) in MEASURED.items()
+        for part, (settings, _) in MEASURED.items()
         if part in parts
         for rank, setting in settings(options.quick)
     ]
-    tables = {part: Table(folder / f"{part}.csv", keys) for part, (_, keys, _) in MEASURED.items()}
+    tables = {part: Table(folder / f"{part}.csv", KEYS[part]) for part in MEASURED}
     for _, _, part, setting in sorted(order, key=lambda item: item[:2]):
-        tables[part].measure(MEASURED[part][2], **setting)
+        tables[part].measure(MEASURED[part][1], **setting)
     if "figures" in parts:
         figures.draw(folder, folder if options.quick else figures.DOCS)
 

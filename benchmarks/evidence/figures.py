@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence import gradients, lengths, runs
-from benchmarks.evidence.table import Table
+from benchmarks.evidence.table import KEYS, Table
 
 DOCS = Path("docs/figures")
 COLORS = {"live": "tab:orange", "R3": "tab:blue", "R2": "tab:green"}
@@ -19,9 +18,9 @@ SIZE, DPI = (7.2, 3.4), 90
 def draw(data: Path, folder: Path) -> None:
     """Draw all figures of which there are rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    of_lengths = Table(data / "lengths.csv", lengths.KEYS)
-    of_gradients = Table(data / "gradients.csv", gradients.KEYS)
-    of_runs = Table(data / "runs.csv", runs.KEYS)
+    of_lengths = Table(data / "lengths.csv", KEYS["lengths"])
+    of_gradients = Table(data / "gradients.csv", KEYS["gradients"])
+    of_runs = Table(data / "runs.csv", KEYS["runs"])
     if of_lengths.rows:
         by_length(of_lengths, folder / "evidence_length.png")
         by_setting(of_lengths, folder / "evidence_settings.png")
@@ -53,7 +52,10 @@ def _figure(panels: int, sharey: bool = True) -> tuple[Any, Sequence[Any]]:
 def by_length(table: Table, file: Path) -> None:
     """Effective sample size against length: fresh, and after updates of an ordinary size."""
     main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
-    panels = [("fresh rollouts", {"updates": 0}), ("8 updates old, lr 1e-6", {"lr": 1e-6, "updates": 8})]
+    panels: list[tuple[str, dict[str, Any]]] = [
+        ("fresh rollouts", {"updates": 0}),
+        ("8 updates old, lr 1e-6", {"lr": 1e-6, "updates": 8}),
+    ]
     figure, axes = _figure(len(panels))
     for one, (title, where) in zip(axes, panels, strict=True):
         rows = _longest_of_seeds(table.select(**main, **where))
@@ -65,13 +67,13 @@ def by_length(table: Table, file: Path) -> None:
         one.set(xscale="log", ylim=(0, 1.03), xlabel="tokens of an answer", title=title)
         one.set_xticks([8, 32, 128, 512, 1024], ["8", "32", "128", "512", "1024"])
     axes[0].set_ylabel("share of samples that count")
-    axes[0].legend(loc="lower left")
+    axes[-1].legend(loc="lower left")
     figure.savefig(file)
 
 
 def by_setting(table: Table, file: Path) -> None:
     """Effective sample size of answers of 256 tokens: by age, family, size and noise; median and quartiles of seeds."""
-    main = dict(zip(lengths.KEYS[:5], ("qwen3_moe", "8", "32", "4", "bfloat16"), strict=True))
+    main = dict(zip(KEYS["lengths"][:5], ("qwen3_moe", "8", "32", "4", "bfloat16"), strict=True))
     rows = _longest_of_seeds([row for row in table.rows if row["tokens"] == "256"])
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
@@ -83,7 +85,9 @@ def by_setting(table: Table, file: Path) -> None:
         if row["updates"] != "0":
             own.append(f"{row['updates']} updates of {float(row['lr']):.0e}".replace("e-0", "e-"))
         found.setdefault(", ".join(own) or "fresh", {}).setdefault(row["arm"], []).append(float(row["ess"]))
-    order = sorted(found, key=lambda name: (name != "fresh", "updates" not in name, name))
+    order = sorted(
+        found, key=lambda name: (name != "fresh", "updates" not in name, name[::-1] if "updates" in name else name)
+    )
     figure, axes = _figure(1)
     for place, name in enumerate(reversed(order)):
         for arm in ("live", "R3"):
@@ -105,8 +109,9 @@ def by_target(table: Table, file: Path) -> None:
     for one, target in zip(axes, ("engine", "trainer"), strict=True):
         for place, arm in enumerate(COLORS):
             heights = []
-            for lr, updates, _ in ages:
-                rows = table.select(**main, lr=lr, updates=updates, target=target, arm=arm, weight="ratio")
+            for lr, updates, _ in ages:  # fresh, R2 is the live router's own choice of a moment ago
+                whose = "live" if arm == "R2" and not updates else arm
+                rows = table.select(**main, lr=lr, updates=updates, target=target, arm=whose, weight="ratio")
                 heights.append(middle(float(row["error"]) for row in rows) if rows else (math.nan,) * 3)
             x = [index + 0.25 * (place - 1) for index in range(len(ages))]
             spread = [[max(0.0, m - lo) for m, lo, _ in heights], [max(0.0, hi - m) for m, _, hi in heights]]
@@ -144,7 +149,7 @@ def _longest_of_seeds(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, st
     """Return the longest answers of each setting and seed: shorter ones of the same seed are their beginning."""
 
     def setting(row: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(row[name] for name in (*lengths.KEYS[:6], "lr", "updates"))
+        return tuple(row[name] for name in (*KEYS["lengths"][:6], "lr", "updates"))
 
     longest: dict[tuple[str, ...], int] = {}
     for row in rows:

@@ -30,7 +30,6 @@ from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.objectives import Thresholds
 from torchrl_moe.testing import Noise, NoisyModel, without_kept_tokens
 
-KEYS = ("family", "layers", "experts", "top_k", "noise", "masks", "seed", "ages")
 WORDS, LENGTH, PROMPT, AT_A_TIME = 8, 3, (5, 77, 33, 130), 256
 AGES: Mapping[str, Sequence[tuple[float, int]]] = {
     "fresh": [(0.0, 0)],

@@ -23,7 +23,6 @@ from torchrl_moe.objectives import functional as F
 from torchrl_moe.ops import k3
 from torchrl_moe.testing import Noise, NoisyModel, make_tiny_moe
 
-KEYS = ("family", "layers", "experts", "top_k", "noise", "seed", "longest", "ages")
 LENGTHS = (8, 32, 64, 128, 256, 512, 1024)
 PROMPT, AT_A_TIME, ANSWERS = 8, 8, 32
 SIZES: Mapping[str, tuple[str, str]] = {
@@ -52,7 +51,7 @@ NOISES: Mapping[str, Noise] = {
 
 def made(family: str, layers: int, experts: int, top_k: int, seed: int) -> Any:
     """A tiny model in float32 whose routers are decisive."""
-    names = dict(zip(SIZES[family], (experts, top_k), strict=True))
+    names: dict[str, Any] = dict(zip(SIZES[family], (experts, top_k), strict=True))
     return make_tiny_moe(family, seed=seed, num_hidden_layers=layers, **names)
 
 
@@ -136,7 +135,7 @@ def figures(gap: Tensor) -> dict[str, object]:
     """Figures of the log-ratios ``[B, T]`` of answers."""
     total, mask, limits = gap.sum(-1), torch.ones_like(gap, dtype=torch.bool), Thresholds()
     weight = F.sequence_weight(gap, mask)[:, :1]
-    values = {
+    values: dict[str, Any] = {
         "ess": ess(total),
         "ess_seq_tis": ess(weight[:, 0].clamp(max=limits.seq_tis).log()),
         "kept_seq_mis": F.weight_within(weight, 0.0, limits.seq_mis).double().mean(),

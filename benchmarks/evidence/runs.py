@@ -24,7 +24,6 @@ from torchrl_moe.testing import Noise, NoisyModel
 from torchrl_moe.testing.arithmetic import ArithmeticTask, exact_answer
 from torchrl_moe.testing.tiny_moe import practised_tiny_moe
 
-KEYS = ("noise", "stale", "arm", "lr", "seed", "steps")
 SIZES: Mapping[str, Any] = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 4}
 WARM_UP: Mapping[str, Any] = {
     "mistake": "random", "noise": 0.8, "noisy_lr": 1e-3, "noisy_target": 0.15, "batch_size": 128, "max_steps": 400,

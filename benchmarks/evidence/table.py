@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["DATA", "VERSIONS", "Table"]
+__all__ = ["DATA", "KEYS", "VERSIONS", "Table"]
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = {name: version(name) for name in ("torch", "transformers")}
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "lengths": ("family", "layers", "experts", "top_k", "noise", "seed", "longest", "ages"),
+    "gradients": ("family", "layers", "experts", "top_k", "noise", "masks", "seed", "ages"),
+    "runs": ("noise", "stale", "arm", "lr", "seed", "steps"),
+}
+"""By file, the columns that say what was measured."""
 Row = Mapping[str, object]
 
 
