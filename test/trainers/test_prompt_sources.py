@@ -155,7 +155,7 @@ def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch
     ):
         with pytest.raises(ValueError, match=message):
             read_source(source)
-    with pytest.raises(ImportError, match=r"'openai/gsm8k' is no file.*: pip install datasets$"):
+    with pytest.raises(ImportError, match=r"'openai/gsm8k' is no file.*: pip install .torchrl_moe\[hub\].$"):
         read_source("openai/gsm8k")
     for source, shown in ((ROWS, "a list"), (tmp_path / "rows.jsonl", r"'.*rows\.jsonl'")):
         with pytest.raises(ValueError, match=f"arguments are for a function or a name on the hub, not for {shown}"):

@@ -668,7 +668,7 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({"source": f"{__name__}:rows_of"}, {"rewards": exact}, "data: .*missing 1 required positional argument"),
         ({"weights": [1.0, 2.0]}, {"dataset": ROWS, "rewards": exact}, "rewards: there are 2 weights for 1 reward"),
         ({"rewards": ["no_such_module:f"]}, {"dataset": ROWS}, "data.rewards: cannot import 'no_such_module'"),
-        ({"source": "some/hub-name"}, {"rewards": exact}, "data: .*which needs a package: pip install datasets"),
+        ({"source": "some/hub-name"}, {"rewards": exact}, "data: .*which needs an extra: pip install"),
         ({}, {"env": chat(3), "rewards": exact}, "rewards are for a dataset: an env gives its own"),
         ({}, {"dataset": ROWS, "rewards": half, "held_out": []}, "^held_out: there are no rows"),
         ({}, {"dataset": [{"prompt": "a", "at": Lock()}], "rewards": half}, "row 0, column 'at' is a lock, which a ch"),
