@@ -57,7 +57,7 @@ def test_a_file_is_read_by_the_same_schema(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["007", "20261126", "runs/a,b", "/tmp/lr=1", "it's", "résumé", "a (copy)", "~x", "a\\"]
+    "text", ["007", "1e5", "1_000", "20261126", "runs/a,b", "/tmp/lr=1", "it's", "résumé", "a (copy)", "~x", "a\\"]
 )
 def test_a_text_is_taken_as_it_is(text: str) -> None:
     assert load_config("tiny_cpu", [f"out={text}"]).out == text

@@ -94,7 +94,7 @@ def _known(override: str) -> str:
 
 
 def _is_read(override: str, is_text: bool) -> bool:
-    """Whether Hydra reads one value; a number is no text, or 007 would become 7."""
+    """Whether Hydra reads one value; a number is no text, or 1_000 would become 1000."""
     try:
         parsed = OverridesParser.create().parse_override(override)
         return not parsed.is_sweep_override() and not (is_text and type(parsed.value()) in (int, float))

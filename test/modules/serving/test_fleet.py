@@ -645,7 +645,7 @@ def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, pa
     service = fleet(
         2,
         lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0),
-        replace(QUICK, breaker_cooldown=0.1),
+        replace(QUICK, breaker_cooldown=HOUR),  # of the stalled one, not of what replaces it
     )
     call = in_thread(lambda: ask(service, actor_index=0))
     free = in_thread(lambda: ask(service, ["a", "b"]))

@@ -218,6 +218,7 @@ class ReplicaTable:
                 return False
             entry.replica, entry.version, entry.lacks = replica, 0, None
             entry.restarts += 1
+            entry.breaker.try_now()  # what its predecessor did says little about it: a few requests try it
             self.set_state(index, ReplicaState.STARTING)
             return True
 
