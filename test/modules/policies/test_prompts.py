@@ -215,6 +215,10 @@ def read(td: Any, pad: int | None = PAD, mask: str | None = "mask") -> list[list
     return prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), mask, pad).ids
 
 
+def test_without_a_pad_token_prompts_are_taken_as_they_are() -> None:
+    assert read(batch([[0, PAD, 1]]), pad=None) == [[0, PAD, 1]]
+
+
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
 def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], left: bool) -> None:
     width = max(map(len, rows))

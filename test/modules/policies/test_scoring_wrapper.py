@@ -251,6 +251,13 @@ def test_words_cut_apart_from_their_tokens_are_refused(actor: TransformersWrappe
         actor.score(td)
 
 
+def test_words_may_have_become_a_plain_tensordict(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    wanted = actor.score(truncated(td))[0]
+    for one in td.unbind(0):
+        one[KEPT] = one[KEPT].to_tensordict()
+    assert torch.equal(actor.score(td)[0], wanted)
+
+
 def test_a_token_outside_its_words_is_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
     truncated(td)
     td[0][FULL][-1] = (td[0][FULL][-1] + 7) % 250

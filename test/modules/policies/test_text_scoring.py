@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory
+from torchrl.modules.llm.policies import ChatHistory, Tokens
 
 from support.prompt_sources import TOKENIZER, source_of
-from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences, refuse_other_tokens
 from torchrl_moe.testing import ByteTokenizer
 
 SOURCE = source_of("text", "full")
@@ -59,6 +60,23 @@ def test_words_that_a_template_changes_are_not_guessed_at() -> None:
     assert TOKENIZER.decode(found.ids[0][found.assistant[0]]) == "yo"
 
 
+IDS = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize("own", [None, Tokens(full=torch.tensor([1, 2, 4]))])
+def test_words_are_known_of_the_sampled_tokens_alone(own: Any) -> None:
+    sample = TensorDict(sampling=TensorDict(temperature=torch.tensor(1.0)))
+    if own is not None:
+        sample["tokens"] = own
+    td = lazy_stack([sample])
+    refuse_other_tokens(td, "tokens", [IDS])
+    td[0]["sampling", "kept"] = KeptTokens(ids=torch.tensor([3]), sizes=torch.tensor([0, 0, 1]))
+    with pytest.raises(ValueError, match=r"sample 0 says from which words .* its text makes other tokens"):
+        refuse_other_tokens(td, "tokens", [IDS])
+    td[0]["tokens"] = Tokens(full=IDS)
+    refuse_other_tokens(td, "tokens", [IDS])
+
+
 PAD, END = 256, 258
 
 
@@ -70,6 +88,20 @@ def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> 
     (one,) = read_sequences([sample], given)
     assert one.ids.tolist() == ids
     return one.mask.int().tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "real"),
+    [
+        ([PAD, PAD, 1, 2], [0, 0, 1, 1]),
+        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0]),
+        ([1, 2], [1, 1]),
+        ([PAD, PAD], [0, 0]),
+    ],
+)
+def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int]) -> None:
+    assert mask_of(ids, PAD) == real
+    assert mask_of(ids, None) == [1] * len(ids)
 
 
 def test_a_pad_that_ends_turns_is_real_once_and_a_mask_of_the_rollout_comes_first() -> None:

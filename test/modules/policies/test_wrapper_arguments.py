@@ -11,8 +11,30 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import overridden, request_arguments, sampling_params_of
+from torchrl_moe.modules.policies.wrapper_arguments import (
+    engine_arguments_of,
+    overridden,
+    request_arguments,
+    sampling_parameters_of,
+    sampling_params_of,
+    split_arguments,
+)
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
+
+
+def test_what_is_the_engines_is_taken_out_of_the_sampling_parameters() -> None:
+    engine, sampling = split_arguments({"actor_index": 1, "temperature": 0.5}, actor_index=None, lora_request=None)
+    assert engine == {"actor_index": 1, "lora_request": None}
+    assert sampling == {"temperature": 0.5}
+    engine, sampling = split_arguments({"on_resume": "live"}, actor_index=1)  # no argument of the wrapper's own
+    assert (engine, sampling) == ({"actor_index": 1, "on_resume": "live"}, {})
+    with pytest.raises(ValueError, match="actor_index: given twice"):
+        split_arguments({"actor_index": 1}, actor_index=0, lora_request=None)
+    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
+    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
+    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
+    assert len(given) == 4
+    assert engine_arguments_of(None) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +76,14 @@ def test_the_engines_of_others_are_refused_by_name(name: str) -> None:
         TypeError, match=rf"model must be an AsyncVLLM, .*, got {re.escape(name)}\. AsyncVLLM\.from_pretrained"
     ):
         vLLMWrapper(theirs)
+
+
+def test_sampling_parameters_have_what_rl_needs() -> None:
+    needs = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert sampling_parameters_of({}, None, True) == {"logprobs": 0, **needs}
+    assert sampling_parameters_of({"logprobs": 2}, 3, False) == {"logprobs": 2, "n": 3, **needs}
+    with pytest.raises(ValueError, match=r"num_samples=2 differs from generate_kwargs\['n'\]=3"):
+        sampling_parameters_of({"num_return_sequences": 3}, 2, True)
 
 
 @pytest.mark.parametrize(
