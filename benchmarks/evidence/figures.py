@@ -95,8 +95,8 @@ def by_setting(table: Table, file: Path) -> None:
             axes[0].plot([low, high], [place, place], color=COLORS[arm], alpha=0.4, linewidth=4)
             axes[0].plot(median, place, "o", color=COLORS[arm], label=arm if not place else None)
     axes[0].set_yticks(range(len(order)), [f"{name} ({len(found[name]['R3'])})" for name in reversed(order)])
-    axes[0].set(xlim=(0, 1.03), xlabel="share of answers of 256 tokens that count (number of seeds in brackets)")
-    axes[0].legend(loc="lower left")
+    axes[0].set(xlim=(0, 1.03), xlabel="share of answers of 256 tokens that count (seeds)")
+    axes[0].legend(loc="center", bbox_to_anchor=(0.65, 0.5))
     figure.set_size_inches(SIZE[0], 1.2 + 0.3 * len(order))
     figure.savefig(file)
 

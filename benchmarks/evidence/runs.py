@@ -64,7 +64,7 @@ STEPS, LR = 300, 1e-4
 
 def start(task: ArithmeticTask, seed: int) -> tuple[Any, Any]:
     """The model that all arms of a seed begin with; warmed up once, then read from a file."""
-    file = STARTS / f"start-{seed}.pt"
+    file = STARTS / f"start-{'-'.join(map(str, SIZES.values()))}-{seed}.pt"
     warm_up = dict(WARM_UP)
     if file.exists():
         warm_up = {**warm_up, "max_steps": 1}

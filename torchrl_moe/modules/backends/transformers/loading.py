@@ -93,7 +93,9 @@ def load(arguments: EngineArguments) -> Loaded:
     return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
 
 
-def _decoder(model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler, width: int | None) -> BatchDecoder:
+def _decoder(
+    model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler, width: int | None = None
+) -> BatchDecoder:
     """Return the decoder, or raise if the model's forward pass fails in it: it may need another kind of cache."""
     try:
         return BatchDecoder(model, replay, sampler, width)
