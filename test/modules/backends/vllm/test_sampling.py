@@ -380,13 +380,13 @@ def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: s
     assert output.routed_experts[:, 0, 0].tolist() == list(range(P + len(raw) - 1))
 
 
-def kept_words(ids: list[int], sizes: list[int]) -> KeptIds:
+def kept_of(ids: list[int], sizes: list[int]) -> KeptIds:
     return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
 
 
 def test_words_past_a_stop_string_fall_away() -> None:
     one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
-    one.kept, two.kept = kept_words([5], [0] * 6 + [1]), kept_words([6, 7, 8], [1, 0, -2, 0, 0])
+    one.kept, two.kept = kept_of([5], [0] * 6 + [1]), kept_of([6, 7, 8], [1, 0, -2, 0, 0])
     kept = join(2, one, two, Params(stop="STOP"), decode).kept
     assert kept is not None
     assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
