@@ -330,35 +330,38 @@ def test_parts_are_the_beginning_of_the_answer(streaming: str, how: str, request
 @STREAMS
 def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.FixtureRequest) -> None:
     """The stream goes on where its replica left it, and no token of it is told twice."""
-    with FakeAsyncVLLM(2, token_seconds=0.01) as mortal:
-        service = mortal if streaming == "fake" else request.getfixturevalue(streaming)
-        parts: list[Any] = []
-        killed: list[int] = []
 
+    async def ask_all(service: Any, parts: list[Any], killed: list[int]) -> list[Any]:
         def take(part: Any) -> None:
             parts.append(part)
             if not killed and len(told(parts)[0]) >= 5:
                 killed.append(part.metrics.replica)
-                threading.Thread(target=kill, args=[service, killed[0]]).start()
+                kill(service, killed[0])
 
-        async def main() -> list[Any]:
-            params = {"max_tokens": 60, "logprobs": 0, "ignore_eos": True, **GREEDY}
-            others = [service.agenerate([65 + i], params) for i in range(10)]
-            return await asyncio.gather(service.agenerate(IDS, params, on_part=take), *others)
+        params = {"max_tokens": LONG, "logprobs": 0, "ignore_eos": True, **GREEDY}
+        others = [service.agenerate([65 + i], params) for i in range(10)]
+        return await asyncio.gather(service.agenerate(IDS, params, on_part=take), *others)
 
-        streamed, *others = asyncio.run(main())
+    with FakeAsyncVLLM(2, token_seconds=0.01) as mortal:
+        service = mortal if streaming == "fake" else request.getfixturevalue(streaming)
+        for _ in range(8):
+            parts: list[Any] = []
+            killed: list[int] = []
+            streamed, *others = asyncio.run(ask_all(service, parts, killed))
+            if streaming != "fake":  # it comes back
+                until(lambda: [row["state"] for row in service.stats()] == ["SERVING"] * 2)
+            if streamed.metrics.replica != killed[0]:
+                break  # else the whole answer was on its way already
         (answer,), (tokens, text, logprobs) = streamed.outputs, told(parts)
         assert streamed.metrics.replica == 1 - killed[0]
-        assert (len(answer.token_ids), answer.finish_reason, answer.resume) == (60, "length", "live")
+        assert (len(answer.token_ids), answer.finish_reason, answer.resume) == (LONG, "length", "live")
         assert tokens == answer.token_ids.tolist()[: len(tokens)]
         assert answer.text.startswith(text)
         assert logprobs == answer.logprobs[: len(tokens)].tolist()
-        assert len(answer.routed_experts) == len(IDS) + 60 - 1
+        assert len(answer.routed_experts) == len(IDS) + LONG - 1
         assert [one.prompt_token_ids.tolist() for one in others] == [[65 + i] for i in range(10)]
-        assert {len(one.outputs[0].token_ids) for one in others} == {60}
+        assert {len(one.outputs[0].token_ids) for one in others} == {LONG}
         assert Counter(one.metrics.replica for one in others)[killed[0]] < 10
-        if streaming != "fake":  # it comes back
-            until(lambda: [row["state"] for row in service.stats()] == ["SERVING"] * 2)
 
 
 def kill(service: Any, index: int) -> None:
@@ -366,7 +369,7 @@ def kill(service: Any, index: int) -> None:
     if isinstance(service, AsyncVLLM):
         process_of(replica).kill()
     else:
-        replica.die()
+        threading.Thread(target=replica.die).start()  # it tells the service, whose loop may be the caller's
 
 
 # -- what is asked of all replicas ------------------------------------------------------------------------------------

@@ -168,7 +168,8 @@ import torchrl_moe
 from tqdm.auto import tqdm
 Path("left.txt").touch()
 for _ in tqdm(range(3)): pass
-print(os.listdir(), Path(torchrl_moe.__file__).parent.parent == Path({root!r}), sys.executable == {python!r})
+root, python = os.environ["ROOT_OF_TEST"], os.environ["PYTHON_OF_TEST"]
+print(os.listdir(), str(Path(torchrl_moe.__file__).parent.parent) == root, sys.executable == python)
 1 + 1
 """
 
@@ -182,7 +183,10 @@ def test_a_run_is_in_an_empty_folder_over_this_checkout(monkeypatch: pytest.Monk
     monkeypatch.setattr(notebooks, "SETTINGS", settings)
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "01_a.ipynb"
-    stored = made(new_code_cell(PROGRAM.format(root=str(notebooks.ROOT), python=sys.executable)))
+    # a notebook that names a path of this machine is refused
+    monkeypatch.setenv("ROOT_OF_TEST", str(notebooks.ROOT))
+    monkeypatch.setenv("PYTHON_OF_TEST", sys.executable)
+    stored = made(new_code_cell(PROGRAM))
     stored.cells[0].source = "# A title"
     notebooks.save(stored, path)
     assert notebooks.main(["--heads"]) == 0
