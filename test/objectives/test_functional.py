@@ -279,6 +279,16 @@ def gradient(surrogate: Callable[[Tensor], Tensor], log_ratio: Tensor = RATIO.lo
 # -- clipped ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_at_a_limit_is_within() -> None:
+    at, mask = torch.tensor([[-0.5, -0.5]]), torch.tensor([[True, True]])
+    assert not F.off_policy_negatives(at, torch.tensor([[-1.0, -1.0]]), mask, 0.5).any()
+    assert F.off_policy_negatives(at, torch.tensor([[-1.0, 0.0]]), mask, 0.499).tolist() == [[True, False]]
+    assert not F.outside_clip_range(torch.zeros(1, 2), 0.0, 0.0).any()
+    old, new = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    assert not F.outside_divergence(new, old, torch.tensor([[1.0, -1.0]]), 0.25, 0.25).any()
+    assert F.outside_divergence(new, old, torch.tensor([[1.0, -1.0]]), 0.24, 0.24).all()
+
+
 def test_a_dual_clip_bounds_negative_advantages_only(run: Run) -> None:
     ratio, advantage = row(5, 5, 2.5, 0.5), row(-2, 2, -2, -2)
     for bound, expected in ((3.0, [6, -2.56, 5, 1.6]), (None, [10, -2.56, 5, 1.6])):

@@ -83,8 +83,8 @@ def server_arguments(model: str, names: Sequence[str], options: Mapping[str, Any
     if arguments.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(arguments.reasoning_parser_plugin)
     for option, parsers in (("tool_call_parser", ToolParserManager), ("reasoning_parser", ReasoningParserManager)):
-        if (name := options.get(option)) is not None and name not in (known := parsers.list_registered()):
-            raise ValueError(f"{option}={name!r}: vLLM has no such parser; it has {', '.join(sorted(known))}")
+        if (parser := options.get(option)) is not None and parser not in (known := parsers.list_registered()):
+            raise ValueError(f"{option}={parser!r}: vLLM has no such parser; it has {', '.join(sorted(known))}")
     return arguments
 
 
