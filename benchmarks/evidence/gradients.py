@@ -14,7 +14,6 @@ words, not by the eight.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -198,18 +197,14 @@ def _ascend(answers: Answers, trainer: Any, lr: float, updates: int) -> None:
 
 
 def _share(answers: Answers, first: str, others: Answers, second: str) -> float:
-    """Share of (token, layer) rows whose sets of experts differ between two records."""
-    both = copy.copy(answers.batch)
-    return differing(
-        lazy_stack(
-            [
-                TensorDict(first=TensorDict(full=one[first, "full"]), second=TensorDict(full=other[second, "full"]))
-                for one, other in zip(both.unbind(0), others.batch.unbind(0), strict=True)
-            ]
-        ),
-        "first",
-        "second",
-    )
+    """Share of (token, layer) rows of words whose sets of experts differ; all answers have the prompt's rows alike."""
+    pairs = [
+        TensorDict(
+            first={"full": one[first, "full"][len(PROMPT) :]}, second={"full": two[second, "full"][len(PROMPT) :]}
+        )
+        for one, two in zip(answers.batch.unbind(0), others.batch.unbind(0), strict=True)
+    ]
+    return differing(lazy_stack(pairs), "first", "second")
 
 
 def settings(quick: bool) -> Iterator[tuple[int, dict[str, Any]]]:

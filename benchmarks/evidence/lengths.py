@@ -38,7 +38,7 @@ AGES: Mapping[str, Sequence[tuple[float, int]]] = {
 }
 """Learning rate and updates between sampling and scoring."""
 UPDATED_WITH = 8
-"""Answers of an update: Adam moves each weight by about its learning rate, whatever the batch is."""
+"""Answers of an update, none of which is scored; Adam moves a weight by about its learning rate, whatever they are."""
 NOISES: Mapping[str, Noise] = {
     "bfloat16": Noise(dtype=torch.bfloat16),
     "bfloat16, float32 routers": Noise(dtype=torch.bfloat16, float32_routers=True),
@@ -63,6 +63,7 @@ def measured(
     start = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     rollouts = NoisyModel(trainer, NOISES[noise])
     batch = sampled(rollouts, longest, seed)
+    others, batch = batch[:UPDATED_WITH], batch[UPDATED_WITH:]
     # who chose what: the engine, the trainer with the weights of that time, and with those of now
     recording = TransformersWrapper(trainer, replay="R2", rerecord=True)
     r3 = recording.get_new_version(replay="R3")
@@ -71,7 +72,7 @@ def measured(
     scored(recording, batch, "own_experts")
     for lr, updates in AGES[ages]:
         trainer.load_state_dict(start)
-        update(trainer, r3, batch, lr, updates)
+        update(trainer, recording.get_new_version(replay="none"), others, lr, updates)
         live = scored(recording, batch, "now_experts")
         gaps = {"live": live - mu, "R3": scored(r3, batch) - mu}
         gaps["R2"] = scored(r2, batch) - mu if updates else gaps["live"]  # its own choice of a moment ago
@@ -87,7 +88,7 @@ def measured(
 def sampled(rollouts: NoisyModel, longest: int, seed: int) -> TensorDictBase:
     """Answers of the copy, at temperature 1 over the whole vocabulary; all of one length."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(20, 220, (ANSWERS, PROMPT), generator=generator)
+    prompts = torch.randint(20, 220, (UPDATED_WITH + ANSWERS, PROMPT), generator=generator)
     arguments = {"max_new_tokens": longest, "min_new_tokens": longest, "temperature": 1.0}
     torch.manual_seed(seed)
     with rollouts.running() as model, torch.no_grad():
@@ -118,7 +119,7 @@ def update(trainer: Any, actor: TransformersWrapper, batch: TensorDictBase, lr: 
     generator = torch.Generator().manual_seed(0)
     for _ in range(updates):
         optimizer.zero_grad()
-        part = batch[:UPDATED_WITH].copy()
+        part = batch.copy()
         log_probs = actor.score(part, entropy=False)[0][:, PROMPT:].sum(-1)
         (torch.randn(len(part), generator=generator) * log_probs).mean().backward()
         optimizer.step()

@@ -107,16 +107,11 @@ def measured(noise: str, stale: int, arm: str, lr: float, seed: int, steps: int)
         rollouts.take_weights(trainer)
         if not all(map(math.isfinite, curve[-1].values())):
             break
-    for end in range(WINDOW, len(curve) + 1, WINDOW):
-        part = curve[end - WINDOW : end]
-        row = {name: f"{sum(one[name] for one in part) / WINDOW:.5g}" for name in curve[0]}
-        yield {"step": end, **row, "collapsed": collapsed(curve[:end])}
-    if len(curve) < WINDOW:
-        yield {
-            "step": len(curve),
-            **{name: f"{value:.5g}" for name, value in curve[-1].items()},
-            "collapsed": len(curve),
-        }
+    # the last row is shorter where a run ended on a figure that is not finite
+    for begin in range(0, len(curve), WINDOW):
+        part = curve[begin : begin + WINDOW]
+        row = {name: f"{sum(one[name] for one in part) / len(part):.5g}" for name in part[0]}
+        yield {"step": begin + len(part), **row, "collapsed": collapsed(curve[: begin + len(part)])}
 
 
 def answered(policy: TransformersWrapper, tokenizer: Any, chosen: list[tuple[str, str]]) -> TensorDictBase:

@@ -50,6 +50,23 @@ def test_a_share_of_rows_has_another_weakest_expert_and_no_other_change(family: 
         assert torch.equal(model(tokens).logits, logits)
 
 
+@pytest.mark.parametrize("nearest", [True, False])
+def test_no_expert_of_a_barred_group_is_swapped_in(nearest: bool) -> None:
+    """One group of four of the four is allowed: there is nothing to flip to."""
+    model = make_tiny_moe("deepseek_v3", num_hidden_layers=2, n_routed_experts=16, n_group=4, topk_group=1)
+    own, noisy = (recorded(model, noise, ids())[0] for noise in (Noise(), Noise(flips=1.0, nearest=nearest)))
+    assert torch.equal(own, noisy)
+
+
+def test_a_copy_in_bfloat16_has_the_frequencies_of_its_trainer() -> None:
+    """As an engine has them; rounded, the two would differ more with each token of an answer."""
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
+    copied = NoisyModel(model, Noise(dtype=torch.bfloat16)).model
+    frequencies = [dict(one.named_buffers())["model.rotary_emb.inv_freq"] for one in (model, copied)]
+    assert copied.dtype == torch.bfloat16
+    assert torch.equal(*frequencies)
+
+
 def test_the_nearest_expert_is_the_first_one_left_out() -> None:
     model, tokens = make_tiny_moe("mixtral", num_hidden_layers=1), ids()
     (scores,) = router_logits(model, tokens)

@@ -51,6 +51,7 @@ def test_a_run_without_any_mismatch_and_then_with_one_bit(tmp_path: Path) -> Non
     [
         ({"engine": {"kind": "vllm"}}, "needs engine.kind=transformers"),
         ({"engine": {"arguments": {"dtype": "float32"}}}, "needs engine.arguments.max_model_len"),
+        ({"engine": {"arguments": {"max_model_len": None}}}, "needs engine.arguments.max_model_len"),
         ({"engine": {"arguments": {"max_model_len": 16}}}, "needs engine.arguments.dtype=float32"),
         ({"engine": {"sync_every": 2}}, "needs engine.sync_every=1"),
         ({"rollout": {"max_staleness": 1}}, "needs rollout.max_staleness=0"),

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from torchrl_moe._checks import check_bool, check_instance, check_number, shown
+from torchrl_moe._compat_transformers import lowered
 from torchrl_moe.modules.policies.probe import is_router
 from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.replay.interception import TopK
@@ -153,11 +154,13 @@ class _RouterNoise(TorchFunctionMode):
 
     def _flipped(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the choice with another last expert in a share of rows."""
-        left_out = scores.float().scatter(-1, chosen, float("-inf")).argsort(-1, descending=True)
-        hit = torch.rand(chosen.shape[:-1], generator=self._generator) < self._noise.flips
+        rest = scores.float().scatter(-1, chosen, float("-inf"))
+        left_out = rest.argsort(-1, descending=True)
+        # routers of groups bar whole groups by -inf: none of those is chosen
+        others = rest.isfinite().sum(-1).cpu()
+        hit = (torch.rand(chosen.shape[:-1], generator=self._generator) < self._noise.flips) & (others > 0)
         place = torch.zeros(chosen.shape[:-1], dtype=torch.long)
         if not self._noise.nearest:
-            others = scores.shape[-1] - chosen.shape[-1]
             place = (torch.rand(chosen.shape[:-1], generator=self._generator) * others).long()
         other = left_out.gather(-1, place[..., None].to(chosen.device))[..., 0]
         flipped = chosen.clone()
@@ -185,7 +188,9 @@ class NoisyModel:
     def __init__(self, model: PreTrainedModel, noise: Noise) -> None:
         check_instance("noise", noise, Noise)
         self.noise = noise
-        self.model: PreTrainedModel = copy.deepcopy(model).to(noise.dtype or model.dtype).eval().requires_grad_(False)
+        self.model: PreTrainedModel = copy.deepcopy(model).eval().requires_grad_(False)
+        if noise.dtype is not None:
+            lowered(self.model, noise.dtype)  # the frequencies of rotary embeddings stay as engines have them
         if noise.float32_routers:
             float32_routers(self.model)
         self._generator = torch.Generator().manual_seed(noise.seed)

@@ -736,10 +736,11 @@ def _check_engine(config: GRPOConfig) -> None:
 def _check_parity(config: GRPOConfig) -> None:
     """Refuse settings under which log-probs of engine and trainer cannot be equal bit by bit."""
     engine, rollout, model = config.engine, config.rollout, config.model
+    width = engine.arguments.get("max_model_len")
     needs = {
         "engine.kind=transformers: vLLM's kernels are others, and round otherwise": engine.kind == "transformers",
         "engine.connect=null, since it starts an engine of its own": engine.connect is None,
-        "engine.arguments.max_model_len, the width of the rows that both read": "max_model_len" in engine.arguments,
+        "engine.arguments.max_model_len, the width of the rows that both read": type(width) is int,
         "engine.arguments.dtype=float32": str(engine.arguments.get("dtype")) in ("float32", "torch.float32"),
         "model.dtype=auto or float32": model.dtype != "bfloat16",
         "model.lora.rank=0: merged weights are not the sum that an adapter computes": not model.lora.rank,

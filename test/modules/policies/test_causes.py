@@ -113,7 +113,9 @@ def test_the_model_of_before_may_be_the_actors_own_and_nothing_is_written() -> N
         ((0.0, 0.0), (0.1, 0.5), "", "replay changes nothing"),  # a dense model's updates, say
         ((0.075, 0.004), (1.3, 0.2), "mismatch", "Mismatch dominates: R3 removes"),
         ((0.075, 0.03), (1.3, 1.9), "updates", "Updates dominate: R3 cannot remove those"),
-        ((0.0, 0.01), (0.5, 0.5), "mismatch", "Mismatch dominates"),
+        ((0.0, 0.01), (0.5, 0.5), "", "replay changes nothing"),
+        ((0.0, 0.01), (0.4, 0.5), "updates", "Updates dominate"),
+        ((0.02, 0.01), (0.5, 0.5), "mismatch", "Mismatch dominates"),
     ],
 )
 def test_which_one_dominates(rows: tuple[float, float], answers: tuple[float, float], dominant: str, says: str) -> None:

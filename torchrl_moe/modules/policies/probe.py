@@ -146,14 +146,14 @@ class Causes:
 
     @property
     def dominant(self) -> str:
-        """``"mismatch"`` or ``"updates"``, whichever moves answers more; ``""`` if no row has other experts."""
-        if not self.rows_mismatch and not self.rows_updates:
-            return ""
-        return "updates" if self.answers_updates > self.answers_mismatch else "mismatch"
+        """``"mismatch"`` or ``"updates"``, whichever moves answers more; ``""`` if replay has nothing to change."""
+        if (self.rows_mismatch or self.rows_updates) and self.answers_updates > self.answers_mismatch:
+            return "updates"
+        return "mismatch" if self.rows_mismatch else ""
 
     def __str__(self) -> str:
         says = {
-            "": "The routers agree: replay changes nothing.",
+            "": "No row has other experts by mismatch: replay changes nothing.",
             "mismatch": "Mismatch dominates: R3 removes most of it.",
             "updates": "Updates dominate: R3 cannot remove those. Use fresher rollouts first (rollout.max_staleness, "
             "engine.sync_every, optim.lr).",

@@ -119,7 +119,7 @@ class TransformersOptions(WrapperOptions):
                 "('tokens', 'full') of the rollout, or replay='none'"
             )
         width = self.pad_model_input
-        if isinstance(width, int) and not isinstance(width, bool) and width < 1:
+        if not isinstance(width, bool | None) and not (isinstance(width, int) and width >= 1):
             raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
