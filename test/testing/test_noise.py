@@ -51,7 +51,7 @@ def test_a_share_of_rows_has_another_weakest_expert_and_no_other_change(family: 
 
 
 @pytest.mark.parametrize("nearest", [True, False])
-def test_no_expert_of_a_barred_group_is_swapped_in(nearest: bool) -> None:
+def test_no_expert_of_an_excluded_group_is_swapped_in(nearest: bool) -> None:
     """One group of four of the four is allowed: there is nothing to flip to."""
     model = make_tiny_moe("deepseek_v3", num_hidden_layers=2, n_routed_experts=16, n_group=4, topk_group=1)
     own, noisy = (recorded(model, noise, ids())[0] for noise in (Noise(), Noise(flips=1.0, nearest=nearest)))
