@@ -82,13 +82,18 @@ def check_trainer(source: str | None) -> None:
 
 def check_same_shape(source: str | None, served: PreTrainedConfig) -> None:
     """Refuse a trainer's weights of another model than the one that is served."""
+    from torchrl_moe.modules.replay.discovery import expert_counts
+
     if source is None:
         return
     config = config_of(source)
-    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size"):
+    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_experts_per_tok"):
         theirs, ours = getattr(served.get_text_config(), name, None), getattr(config.get_text_config(), name, None)
         if theirs != ours:
             raise BadUse(f"--trainer {source} is of another model: its {name} is {ours}, that of MODEL {theirs}")
+    if expert_counts(config) != expert_counts(served):
+        numbers = [" and ".join(map(str, sorted(expert_counts(one)))) or "no" for one in (config, served)]
+        raise BadUse(f"--trainer {source} is of another model: it has {numbers[0]} experts, MODEL has {numbers[1]}")
 
 
 def check_source(source: str) -> None:

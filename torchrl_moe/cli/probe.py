@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from torchrl_moe.modules import AsyncVLLM
-    from torchrl_moe.modules.policies.probe import Causes
+    from torchrl_moe.modules.policies.probe import LiveScores
     from torchrl_moe.objectives import MismatchMetrics
 
 __all__ = ["COMMAND", "PROMPTS", "read_prompts"]
@@ -120,13 +120,21 @@ def _run(options: argparse.Namespace, output: Output) -> int:
             held = engine.get_model_metadata()
         trainer_dtype = options.trainer_dtype or options.dtype
         note(f"scoring {len(prompts)} answers by transformers, with replay and without ...")
+        # the model of before has gone when the trainer is loaded: both may not fit
+        before = None
+        if options.trainer is not None:
+            before = _live(load(folder, trainer_dtype), rollouts, options.temperature)
         model = load(options.trainer or folder, trainer_dtype)
         replayed, live = _score(model, rollouts, options.temperature)
-        causes = None if options.trainer is None else _causes(model, load(folder, trainer_dtype), rollouts)
     from torchrl_moe.cli.probe_result import ProbeResult
-    from torchrl_moe.modules.policies.probe import dtype_gaps
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.modules.policies.probe import causes_of, dtype_gaps
     from torchrl_moe.weight_update import get_model_metadata
 
+    causes = None
+    if before is not None:
+        now = _live(model, rollouts, options.temperature)
+        causes = causes_of(TransformersWrapper(model, replay="R3"), rollouts, before, now)
     title = f"{options.model}: {options.engine} in {options.dtype}, scored by transformers in {trainer_dtype}"
     if options.trainer is not None:
         title += f" with the weights of {options.trainer}"
@@ -194,11 +202,11 @@ def _score(
     return replayed, live
 
 
-def _causes(model: PreTrainedModel, before: PreTrainedModel, rollouts: TensorDictBase) -> Causes:
+def _live(model: PreTrainedModel, rollouts: TensorDictBase, temperature: float) -> LiveScores:
     from torchrl_moe.modules import TransformersWrapper
-    from torchrl_moe.modules.policies.probe import causes_of
+    from torchrl_moe.modules.policies.probe import live_scores
 
-    return causes_of(TransformersWrapper(model, replay="R3"), rollouts, before)
+    return live_scores(TransformersWrapper(model, replay="R3", temperature=temperature), rollouts)
 
 
 COMMAND = Command(

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.engines import EngineShelf
 from torchrl_moe.cli.main import main
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules import AsyncVLLM, RouterReplay, TransformersWrapper, probe_replay
-from torchrl_moe.modules.policies.probe import Causes, Mismatch, ReplayProbe
+from torchrl_moe.modules.policies.probe import Causes, Mismatch, ReplayProbe, causes_of, live_scores
 from torchrl_moe.testing import make_tiny_moe
 
 ROWS, TOKENS = 3, 6
@@ -138,6 +139,53 @@ def test_rollouts_without_a_row_are_refused() -> None:
         probe_replay(TransformersWrapper(model, replay="R3"), td, use_tqdm=False, before=model)
 
 
+def test_experts_of_another_shape_are_refused_with_the_sample() -> None:
+    model = make_tiny_moe()
+    actor = TransformersWrapper(model, replay="R3")
+    short = list(rollouts(model).unbind(0))
+    short[1]["routed_experts", "full"] = short[1]["routed_experts", "full"][:-1]
+    with pytest.raises(ReplayError, match="of sample 1 has 5 rows, its tokens are 6"):
+        probe_replay(actor, lazy_stack(short), use_tqdm=False, before=model)
+    other = make_tiny_moe(num_hidden_layers=3)
+    with pytest.raises(
+        ValueError, match=r"of sample 0 has the shape \[6, 4, 4\], and the model of before .*\[6, 3, 4\]"
+    ):
+        probe_replay(actor, rollouts(model), use_tqdm=False, before=other)
+
+
+def test_answers_without_a_log_prob_are_no_answers_that_agree() -> None:
+    model = make_tiny_moe()
+    actor, td = TransformersWrapper(model, replay="R3"), rollouts(model)
+    scores = live_scores(actor, td)
+    for row in td.unbind(0):
+        row["log_probs", "full"].fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"no log-prob of the engine at .* is finite"):
+        causes_of(actor, td, scores, scores)
+
+
+def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None:
+    """Nine answers of three lengths: log-probs and experts are those of each by itself."""
+    model = make_tiny_moe()
+    td = lazy_stack([row.clone() for _ in range(3) for row in rollouts(model).unbind(0)])
+    for i, row in enumerate(td.unbind(0)):
+        for key in (("tokens", "full"), ("log_probs", "full"), ("routed_experts", "full")):
+            row[key] = row[key][: 4 + i % 3]
+    rows: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    actor = TransformersWrapper(model, replay="R3", pad_model_input=True)
+    found = live_scores(actor, td)
+    hook.remove()
+    assert max(rows) == 4
+    for i, (row, log_probs, experts) in enumerate(zip(td.unbind(0), found.log_probs, found.experts, strict=True)):
+        assert log_probs.shape == (4 + i % 3,) and experts.shape == (4 + i % 3, 4, 4)
+        with torch.no_grad():
+            logits = model(row["tokens", "full"][None]).logits[0].log_softmax(-1)
+        mine = logits[:-1].gather(-1, row["tokens", "full"][1:, None])[:, 0]
+        assert torch.allclose(log_probs[1:], mine, atol=1e-5)
+
+
 def test_a_probe_without_the_earlier_model_is_as_it_was() -> None:
     some = Mismatch(0.01, 0.02, 0.5, 1e-4)
     assert str(ReplayProbe(some, some, 0.9, 10)).count("\n") == 5
@@ -160,6 +208,10 @@ def test_the_command_compares_a_later_checkpoint(
     assert causes["rows_updates"] == pytest.approx(1 / ROUTERS)
     assert causes["answers_mismatch"] < 1e-4 < causes["answers_updates"]
     assert str(tmp_path / "later") in found["title"]
+    # at another temperature the same weights are the same: each side divides by it
+    main([*command, "--trainer", str(folder), "--temperature", "0.5", "--json"])
+    cold = json.loads(capsys.readouterr().out)["causes"]
+    assert max(cold["answers_mismatch"], cold["answers_updates"]) < 1e-4
     main([*command, "--trainer", str(tmp_path / "later")])
     out = capsys.readouterr().out
     assert "by mismatch: 0 % of rows" in out and "by updates: 33 %" in out and "Updates dominate" in out
@@ -183,3 +235,16 @@ def test_a_trainer_of_another_model_starts_no_engine(
     monkeypatch.delattr(AsyncVLLM, "from_pretrained")
     assert main(["probe", str(shelf.folder("qwen3_moe")), "--trainer", str(shelf.folder("mixtral"))]) == 2
     assert "is of another model: its model_type is mixtral, that of MODEL qwen3_moe" in capsys.readouterr().err
+
+
+def test_a_trainer_with_another_number_of_experts_starts_no_engine(
+    shelf: EngineShelf, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    make_tiny_moe("qwen3_moe", num_experts=8).save_pretrained(tmp_path / "eight")
+    make_tiny_moe("qwen3_moe", num_experts_per_tok=3).save_pretrained(tmp_path / "three")
+    served = str(shelf.folder("qwen3_moe"))
+    assert main(["probe", served, "--trainer", str(tmp_path / "eight")]) == 2
+    assert "is of another model: it has 8 experts, MODEL has 16" in capsys.readouterr().err
+    assert main(["probe", served, "--trainer", str(tmp_path / "three")]) == 2
+    assert "its num_experts_per_tok is 3, that of MODEL 4" in capsys.readouterr().err

@@ -4,7 +4,7 @@ and the tensors that the two hold in different dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,14 +18,15 @@ from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrappe
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
 __all__ = [
-    "Causes", "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "causes_of", "dtype_gaps", "gaps_table", "is_router",
-    "probe_replay", "router_advice",
+    "Causes", "DtypeGap", "Kinds", "LiveScores", "Mismatch", "ReplayProbe", "causes_of", "dtype_gaps", "gaps_table",
+    "is_router", "live_scores", "probe_replay", "router_advice",
 ]  # fmt: skip
 
 Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
 """Checkpoint name -> (dtype, shape), as ``get_model_metadata`` returns it of a model and of an engine."""
 
 BAR_SECONDS = 2.0  # delay before a progress bar appears
+AT_A_TIME = 4  # sequences of a forward pass that tells mismatch from updates
 HEADER = ("|log-prob, trainer - engine|", "live router", "replayed")
 FIELDS = {"mean": "mean", "p99": "99th percentile", "maximum": "greatest", "kl": "KL (k3)"}
 
@@ -215,10 +216,12 @@ def probe_replay(
             log-prob there is finite and it is not padding.
         use_tqdm: whether to show a progress bar, of two passes, on a terminal or in a notebook, if they take long.
         before: the trainer's model as it was when ``td`` was generated, if it was updated since: tells rows that differ
-            by mismatch from those that updates moved. Two more passes.
+            by mismatch from those that updates moved. Two more passes. It runs the kernels that the actor's model runs,
+            from then on.
 
     Raises:
-        ValueError: the actor does not replay the engine's routes, or there is no log-prob to compare with.
+        ValueError: the actor does not replay the engine's routes, there is no log-prob to compare with, or ``before``
+            is another model.
     """
     if actor.replay != "R3":
         raise ValueError(f"probe_replay needs an actor with replay='R3', got {actor.replay!r}")
@@ -238,51 +241,91 @@ def probe_replay(
         live, _, _ = actor.get_new_version(replay="none").score(td.copy(), entropy=False)
         bar.update()
     sampled, known = sampled.to(replayed.device), known.to(replayed.device)
+    causes = None
+    if before is not None:
+        causes = causes_of(actor, td, live_scores(actor.get_new_version(model=before), td), live_scores(actor, td))
     return ReplayProbe(
         replay=Mismatch.of(replayed[known], sampled[known]),
         live=Mismatch.of(live[known], sampled[known]),
         agreement=scratch.get(("routing", "agreement")).nanmean().item(),
         tokens=int(known.sum()),
-        causes=None if before is None else causes_of(actor, td, before),
+        causes=causes,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LiveScores:
+    """What a model says of rollouts on its own routers, sample by sample, on the CPU.
+
+    ``log_probs`` are ``[T]`` of each, and ``experts`` ``[T, L, K]``.
+    """
+
+    log_probs: Sequence[Tensor]
+    experts: Sequence[Tensor]
+
+
 @torch.no_grad()
-def causes_of(actor: TransformersWrapper, td: TensorDictBase, before: nn.Module) -> Causes:
+def live_scores(actor: TransformersWrapper, td: TensorDictBase) -> LiveScores:
+    """Score rollouts on the live routers of an actor's model, a few at a time; ``td`` is not changed."""
+    recording = actor.get_new_version(replay="R2", rerecord=True, measure_agreement=False)
+    log_probs: list[Tensor] = []
+    experts: list[Tensor] = []
+    for part in td.split(AT_A_TIME):
+        scratch = part.copy()
+        found, _, _ = recording.score(scratch, entropy=False)
+        rows = [row.cpu() for row in samples_of(scratch, (RECORDED, "full")) or () if row is not None]
+        experts += rows
+        log_probs += read_batch(part, actor.input_key, (actor.masks_key, "all_attention_mask")).split(found.cpu())
+    return LiveScores(log_probs, experts)
+
+
+def causes_of(actor: TransformersWrapper, td: TensorDictBase, before: LiveScores, now: LiveScores) -> Causes:
     """Tell mismatch from updates, on rollouts whose trainer was updated since.
 
     Args:
-        actor: a scoring wrapper with ``replay="R3"``, of the model as it is now.
-        td: rollouts with ``("log_probs", "full")`` and ``("routed_experts", "full")``; it is not changed.
-        before: the model as it was when they were generated.
+        actor: names the keys of the rollouts.
+        td: rollouts with ``("log_probs", "full")`` and ``("routed_experts", "full")``.
+        before: what the model said of them as it was when they were generated.
+        now: what it says today.
+
+    Raises:
+        ValueError: experts or log-probs are missing, those of the engine have another shape than the model's, or no row
+            or no log-prob is known.
     """
-    engine = samples_of(td, (actor.routed_experts_key, "full"))
+    routes_key, log_probs_key = (actor.routed_experts_key, "full"), (actor.log_probs_key, "full")
+    engine = samples_of(td, routes_key)
     if engine is None or any(row is None for row in engine):
-        raise ValueError(f"no experts of the engine at {(actor.routed_experts_key, 'full')!r} in every sample")
+        raise ValueError(f"no experts of the engine at {routes_key!r} in every sample")
     batch = read_batch(td, actor.input_key, (actor.masks_key, "all_attention_mask"))
-    sampled = read_rows(td, (actor.log_probs_key, "full"), float("nan"), batch.lengths)
+    sampled = read_rows(td, log_probs_key, float("nan"), batch.lengths)
     if sampled is None:
-        raise ValueError(f"no log-probs of the engine at {(actor.log_probs_key, 'full')!r} in every sample")
-    (old, then), (new, now) = (_own(actor, td, model) for model in (before, actor.model))
+        raise ValueError(f"no log-probs of the engine at {log_probs_key!r} in every sample")
+    counts = (batch.scored & sampled.isfinite()).cpu()
+    if not counts.any():
+        raise ValueError(f"no log-prob of the engine at {log_probs_key!r} is finite: there is nothing to compare")
     rows = mismatch = updates = 0
-    for theirs, first, second in zip(engine, then, now, strict=True):
+    of_answers: list[tuple[float, float]] = []
+    of_engine = zip(engine, batch.split(sampled.cpu()), batch.split(counts), strict=True)
+    for i, (theirs, own, counted) in enumerate(of_engine):
         assert theirs is not None
+        for said, model in ((before, "model of before"), (now, "model")):
+            if theirs.shape != said.experts[i].shape:
+                raise ValueError(
+                    f"{routes_key!r} of sample {i} has the shape {list(theirs.shape)}, and the {model} chooses experts "
+                    f"of the shape {list(said.experts[i].shape)}: [tokens, layers, experts of a row]"
+                )
         known = theirs[..., 0].cpu() >= 0
-        chosen = [one.cpu().long()[known].sort(-1).values for one in (theirs, first, second)]
+        chosen = [one.cpu().long()[known].sort(-1).values for one in (theirs, before.experts[i], now.experts[i])]
         rows += int(known.sum())
         mismatch += int((chosen[0] != chosen[1]).any(-1).sum())
         updates += int((chosen[1] != chosen[2]).any(-1).sum())
+        of_answers.append(
+            (
+                float((before.log_probs[i] - own)[counted].double().sum()),
+                float((now.log_probs[i] - before.log_probs[i])[counted].double().sum()),
+            )
+        )
     if not rows:
         raise ValueError("no row of the rollouts has experts: there is nothing to compare")
-    sampled = sampled.to(old.device)
-    counts = batch.scored.to(old.device) & sampled.isfinite()
-    of_answers = [gap.masked_fill(~counts, 0).double().sum(-1) for gap in (old - sampled, new - old)]
-    return Causes(mismatch / rows, updates / rows, *(float(one.square().mean().sqrt()) for one in of_answers))
-
-
-def _own(actor: TransformersWrapper, td: TensorDictBase, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    """Return a model's log-probs on its live routers, ``[B, T]``, and their choices, ``[T, L, K]`` of each sample."""
-    scratch = td.copy()
-    recording = actor.get_new_version(model=model, replay="R2", rerecord=True, measure_agreement=False)
-    log_probs, _, _ = recording.score(scratch, entropy=False)
-    return log_probs, [row for row in samples_of(scratch, (RECORDED, "full")) or () if row is not None]
+    squares = torch.tensor(of_answers, dtype=torch.float64).square().mean(0).sqrt()
+    return Causes(mismatch / rows, updates / rows, *squares.tolist())
