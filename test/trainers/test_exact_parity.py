@@ -57,6 +57,7 @@ def test_a_run_without_any_mismatch_and_then_with_one_bit(tmp_path: Path) -> Non
         ({"rollout": {"max_staleness": 1}}, "needs rollout.max_staleness=0"),
         ({"model": {"dtype": "bfloat16"}}, "needs model.dtype=auto or float32"),
         ({"model": {"lora": {"rank": 4}}}, "needs model.lora.rank=0"),
+        ({"model": {"pretrained": {"attn_implementation": "eager"}}}, "needs one attention"),
     ],
 )
 def test_settings_that_rule_it_out_are_refused(change: dict[str, Any], said: str) -> None:

@@ -54,7 +54,7 @@ class Noise:
         float32_routers: whether its routers stay float32, weights and logits.
         weights: fake-quantised weights of the copy, one scale for each output of a matrix: ``"int8"``: ``c * round(w /
             c)`` with ``c = max|w| / 127``; ``"float8"``: ``c * e4m3(w / c)`` with ``c = max|w| / 448``. Routers, norms,
-            embeddings and head are not quantised.
+            biases, convolutions, embeddings and head are not quantised.
         stale: k; the copy has the trainer's weights of k updates ago.
         seed: of flips and of ``router_std``.
 
@@ -101,13 +101,19 @@ class Noise:
         Args:
             model: with routers that :class:`~torchrl_moe.modules.RouterReplay` can replay.
             generator: of random numbers; default: a new one of ``seed``, so equal passes get equal noise.
+
+        Raises:
+            ValueError: flips are asked for, and every router chooses all of its experts.
         """
         if not self.flips and not self.router_std:
             yield
             return
+        sites = RouterReplay.of(model).sites
+        if self.flips and all(site.top_k >= site.num_experts for site in sites):
+            raise ValueError(f"flips={self.flips}: every router chooses all of its experts, so none is left to swap in")
         mode = _RouterNoise(self, generator or torch.Generator().manual_seed(self.seed))
         with ExitStack() as stack:
-            for site in RouterReplay.of(model).sites:
+            for site in sites:
                 router = model.get_submodule(site.name)
 
                 def begin(*_: object, sizes: tuple[int, int] = (site.num_experts, site.top_k)) -> None:
@@ -177,6 +183,9 @@ class NoisyModel:
 
     ``model`` is the copy; wrappers and ``generate`` take it like any model.
 
+    Raises:
+        ValueError: weights are to be quantised, and which axis of the experts has the outputs cannot be told.
+
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> trainer = make_tiny_moe(num_hidden_layers=2)
     >>> rollouts = NoisyModel(trainer, Noise(flips=0.1, dtype=torch.bfloat16))
@@ -212,7 +221,17 @@ class NoisyModel:
         parts = name.split(".")
         if kind is None or weight.ndim < 2 or is_router(name) or any(part in parts for part in IN_FULL):
             return weight
-        scale = weight.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny) / LEVELS[kind]
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        if parts[-1].endswith("bias") or isinstance(owner, nn.Conv1d):
+            return weight
+        # of fused experts, [E, ...], the class says which of the other two axes are inputs
+        if weight.ndim == 3 and not hasattr(owner, "is_transposed"):
+            raise ValueError(
+                f"weights={kind!r}: {type(owner).__name__} computes its experts in code of its own, so which axis of "
+                f"{name} has the outputs cannot be told"
+            )
+        inputs = -2 if weight.ndim == 3 and owner.is_transposed else -1
+        scale = weight.abs().amax(inputs, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny) / LEVELS[kind]
         scaled = weight / scale
         rounded = scaled.round() if kind == "int8" else scaled.to(torch.float8_e4m3fn).to(weight.dtype)
         return rounded * scale
@@ -230,4 +249,6 @@ def without_kept_tokens(batch: TensorDictBase) -> TensorDictBase:
     With ``top_p`` or ``top_k`` a token was drawn from S, a part of the vocabulary, with probability ``p / sum of p over
     S``. A scorer that is not told S divides by all words, and is off by ``log sum of p over S``.
     """
+    if not len(batch):
+        return batch.copy()
     return lazy_stack([row.exclude(("sampling", "kept")) for row in batch.unbind(0)])

@@ -746,6 +746,9 @@ def _check_parity(config: GRPOConfig) -> None:
         "model.lora.rank=0: merged weights are not the sum that an adapter computes": not model.lora.rank,
         "rollout.max_staleness=0: older weights give other log-probs": rollout.max_staleness == 0,
         "engine.sync_every=1: older weights give other log-probs": engine.sync_every == 1,
+        "one attention: engine.arguments.attn_implementation as in model.pretrained, or in neither": (
+            engine.arguments.get("attn_implementation") == model.pretrained.get("attn_implementation")
+        ),
     }
     for need, holds in needs.items():
         _check(holds, "parity", "exact", f"needs {need}")
