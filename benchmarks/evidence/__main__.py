@@ -44,12 +44,13 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
 
 def of_runs(quick: bool) -> Iterator[Ranked]:
     """What is trained."""
-    for seed in range(1 if quick else 5):
-        for noise, stale, arms in runs.WANTED[:2] if quick else runs.WANTED:
-            for arm in arms:
-                steps = runs.STEPS // 5 if quick else runs.STEPS
-                setting = {"noise": noise, "stale": stale, "arm": arm, "lr": runs.LR, "seed": seed, "steps": steps}
-                yield 1, setting
+    steps = runs.STEPS // 5 if quick else runs.STEPS
+    for rank, wanted in ((1, runs.WANTED[:2]),) if quick else ((1, runs.WANTED), (2, runs.FURTHER)):
+        for seed in range(1 if quick else 5):
+            for noise, stale, arms in wanted:
+                for arm in arms:
+                    setting = {"noise": noise, "stale": stale, "arm": arm, "lr": runs.LR, "seed": seed, "steps": steps}
+                    yield rank, setting
 
 
 MEASURED: Mapping[str, tuple[Settings, Measured]] = {

@@ -47,18 +47,15 @@ NOISES: Mapping[str, Noise] = {
     "int8 and bfloat16": Noise(weights="int8", dtype=torch.bfloat16),
     "float8 and bfloat16": Noise(weights="float8", dtype=torch.bfloat16),
 }
+BOTH = ("live", "R3")
 WANTED: Sequence[tuple[str, int, Sequence[str]]] = [
-    ("none", 0, ("live", "R3")),
-    ("random flips 0.3", 0, ("live", "R3")),
-    ("random flips 1", 0, ("live", "R3", "live, mis", "live, tis")),
-    ("nearest flips 0.3", 0, ("live", "R3")),
-    ("nearest flips 1", 0, ("live", "R3")),
-    ("none", 16, ("live", "R3")),
-    ("random flips 0.3", 16, ("live", "R3")),
-    ("random flips 0.1", 0, ("live", "R3")),
-    ("bfloat16", 0, ("live", "R3")),
-    ("int8 and bfloat16", 0, ("live", "R3")),
-]
+    ("none", 0, BOTH), ("random flips 1", 0, BOTH), ("none", 64, BOTH), ("bfloat16", 0, BOTH), ("none", 16, BOTH),
+]  # fmt: skip
+"""(noise, updates that the copy is behind, arms)"""
+FURTHER: Sequence[tuple[str, int, Sequence[str]]] = [
+    ("nearest flips 1", 0, BOTH), ("random flips 1", 16, BOTH), ("random flips 1", 0, ("live, mis", "live, tis")),
+    ("none", 64, ("live, mis", "live, tis")), ("int8 and bfloat16", 0, BOTH), ("random flips 0.3", 0, BOTH),
+]  # fmt: skip
 STEPS, LR = 300, 1e-4
 
 
