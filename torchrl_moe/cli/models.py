@@ -82,10 +82,10 @@ def check_trainer(source: str | None) -> None:
 
 def check_same_shape(source: str | None, served: PreTrainedConfig) -> None:
     """Refuse a trainer's weights of another model than the one that is served."""
-    from torchrl_moe.modules.replay.discovery import expert_counts
-
     if source is None:
         return
+    from torchrl_moe.modules.replay.discovery import expert_counts
+
     config = config_of(source)
     for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_experts_per_tok"):
         theirs, ours = getattr(served.get_text_config(), name, None), getattr(config.get_text_config(), name, None)

@@ -37,6 +37,7 @@ __all__ = [
     "read_batch",
     "read_routes",
     "read_rows",
+    "row_width",
     "samples_of",
     "token_scores",
     "write_recorded",
@@ -142,6 +143,11 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
         starts[i] = row * width + used[row]
         used[row] += lengths[i]
     return starts, used
+
+
+def row_width(pad_model_input: bool | int | None) -> int | None:
+    """Tokens of the row that each sequence has for itself; ``None``: a batch is laid out in another way."""
+    return None if isinstance(pad_model_input, bool) else pad_model_input
 
 
 def pad_left(rows: Sequence[Tensor], value: float) -> Tensor:

@@ -51,6 +51,7 @@ from torchrl_moe.modules.policies.scoring import (
     read_batch,
     read_routes,
     read_rows,
+    row_width,
     samples_of,
     write_recorded,
 )
@@ -553,9 +554,7 @@ class ScoringWrapper(DenseDistributions):
 
     @property
     def _width(self) -> int | None:
-        """Tokens of the row that each sequence has for itself; ``None``: a batch is laid out as is best."""
-        width = self.pad_model_input
-        return width if isinstance(width, int) and not isinstance(width, bool) else None
+        return row_width(self.pad_model_input)
 
     def _one_by_one(
         self, td: TensorDictBase, batch: ScoringBatch, router_logits: bool, entropy: bool, mask: Tensor | None

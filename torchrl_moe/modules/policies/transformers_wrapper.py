@@ -30,7 +30,7 @@ from torchrl_moe.modules.policies.rollout import (
     repeated,
     stack_answers,
 )
-from torchrl_moe.modules.policies.scoring import RECORDED
+from torchrl_moe.modules.policies.scoring import RECORDED, row_width
 from torchrl_moe.modules.policies.scoring_model import ScoringModel
 from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.modules.policies.transformers_generation import (
@@ -118,8 +118,8 @@ class TransformersOptions(WrapperOptions):
                 "tokens than those that were generated and routed. Use input_mode='tokens', which reads "
                 "('tokens', 'full') of the rollout, or replay='none'"
             )
-        width = self.pad_model_input
-        if not isinstance(width, bool | None) and not (isinstance(width, int) and width >= 1):
+        width = row_width(self.pad_model_input)
+        if width is not None and not (isinstance(width, int) and width >= 1):
             raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
@@ -354,8 +354,7 @@ class TransformersWrapper(ScoringWrapper):
         if self.replay != "none" and self.router_replay is None:
             self.router_replay = RouterReplay.of(self.model)
         self.scoring_model = ScoringModel(self.model)
-        width = options.pad_model_input
-        if isinstance(width, int) and not isinstance(width, bool) and has_experts(self.model):
+        if row_width(options.pad_model_input) is not None and has_experts(self.model):
             one_shape_of_experts(self.scoring_model.language_model)
         for name in ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord"):
             setattr(self, name, getattr(options, name))
