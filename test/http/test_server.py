@@ -450,6 +450,46 @@ def test_a_client_that_does_not_send_is_dropped(folder: Path) -> None:
         until(lambda: server.requests == 0)
 
 
+def test_a_connection_without_a_request_is_closed(folder: Path) -> None:
+    """Silent from the start, in the middle of the headers, or of those of a second request."""
+    health = b"GET /health HTTP/1.1\r\nhost: a\r\n"
+    with FakeAsyncVLLM() as engine, serving(engine, folder, limits=Limits(client_seconds=0.3)) as (server, _):
+        host, port = server.url.removeprefix("http://").split(":")
+        for sent, answers in ((b"", 0), (b"GET /hea", 0), (health, 0), (health + b"\r\n" + health, 1)):
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(sent)
+                received = b""
+                while piece := connection.recv(1 << 16):  # until the server closes it
+                    received += piece
+            assert received.count(b"200 OK") == answers
+        # what is answered and what is in time stays
+        with httpx.Client(base_url=server.url) as client:
+            assert [client.get("/health").status_code for _ in range(3)] == [200] * 3
+
+
+@pytest.mark.parametrize("name_ends", [False, True])
+def test_headers_are_bounded(folder: Path, name_ends: bool) -> None:
+    with FakeAsyncVLLM() as engine, serving(engine, folder, limits=Limits(head_bytes=4096)) as (server, client):
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nx" + b": " * name_ends)
+            answer, sent = b"", 0
+            while not answer and sent < 1 << 24:
+                connection.sendall(b"a" * 1024)
+                sent += 1024
+                connection.settimeout(0.01)
+                try:
+                    answer = connection.recv(1 << 16)
+                except TimeoutError:
+                    continue
+            connection.settimeout(60)
+        assert answer.startswith(b"HTTP/1.1 400") and b"may have 4096 bytes" in answer
+        # bodies are none of it, and neither is the next request of a connection
+        chat = {**ASKED, "messages": [{"role": "user", "content": "a" * 200}], "max_tokens": 1}
+        for _ in range(3):
+            assert client.post(CHAT, json=chat, headers={"x-some": "b" * 3000}).status_code == 200
+
+
 def test_closing_the_server_ends_what_is_under_way(folder: Path) -> None:
     with FakeAsyncVLLM(token_seconds=0.01) as engine, FakeAsyncVLLM() as other:
         before = [thread for thread in threading.enumerate() if thread.name == "http"]

@@ -236,7 +236,7 @@ class Door:
     """The ASGI application around vLLM's."""
 
     def __init__(self, client: ServiceClient, api_key: str | None, limits: Limits, arguments: Namespace) -> None:
-        self.client, self._arguments, self._limits = client, arguments, limits
+        self.client, self._arguments, self.limits = client, arguments, limits
         self.requests = 0
         tokenizer = client.renderer.get_tokenizer()
         self.sessions = SessionStore(
@@ -262,7 +262,7 @@ class Door:
             return
 
         async def in_time(message: Any) -> None:  # a client must read each piece of an answer
-            async with asyncio.timeout(self._limits.client_seconds):
+            async with asyncio.timeout(self.limits.client_seconds):
                 await send(message)
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -293,7 +293,7 @@ class Door:
             return self._metrics()
         if session_id is not None and (rest == "" or rest.startswith("/routes/")):
             return self._of_a_session(session_id, rest, scope)
-        most = self._limits
+        most = self.limits
         is_full = self.requests >= most.requests
         if is_full or (session_id is not None and self._of_session[session_id] >= most.requests_per_session):
             whose = "" if is_full else "of this session "
@@ -351,14 +351,14 @@ class Door:
 
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes | None:
         """Return the whole body; ``None`` if its client is gone."""
-        most, length = self._limits.body_bytes, headers.get("content-length", "")
+        most, length = self.limits.body_bytes, headers.get("content-length", "")
         too_large = GracefulHTTPError(f"a body has at most {most} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         if length.isdecimal() and int(length) > most:
             raise too_large
         pieces, size, more = [], 0, True
         while more:
             try:
-                async with asyncio.timeout(self._limits.client_seconds):
+                async with asyncio.timeout(self.limits.client_seconds):
                     message = await receive()
             except TimeoutError:
                 raise GracefulHTTPError("the request did not arrive in time", HTTPStatus.REQUEST_TIMEOUT) from None

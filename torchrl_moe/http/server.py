@@ -139,6 +139,43 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
+def bounded(limits: Limits) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol for clients that may neither be silent nor talk on before there is a request.
+
+    Uvicorn bounds neither the seconds nor the bytes until a request's headers are complete.
+    """
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class Bounded(HttpToolsProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._await_head()
+
+        def _await_head(self) -> None:
+            self._head, self._patience = 0, self.loop.call_later(limits.client_seconds, self.transport.close)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._patience.cancel()
+            self._await_head()
+
+        def on_headers_complete(self) -> None:
+            self._patience.cancel()
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            self._head += len(data)
+            super().data_received(data)  # where a head begins, which may be behind another body, counting begins again
+            if not self._patience.cancelled() and self._head > limits.head_bytes:
+                self.send_400_response(f"The headers of a request may have {limits.head_bytes} bytes.")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._patience.cancel()
+            super().connection_lost(exc)
+
+    return Bounded
+
+
 class HttpServer:
     """A server that runs; made by :func:`serve_http`.
 
@@ -227,7 +264,7 @@ class HttpServer:
         await self._door.open()
         config = uvicorn.Config(
             self._door,
-            http="httptools",
+            http=bounded(self._door.limits),
             ws="none",
             lifespan="off",
             log_config=None,

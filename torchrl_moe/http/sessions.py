@@ -444,25 +444,28 @@ def _length_after_last(ids: Ids, wanted: Ids) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What clients may ask for; beyond it they get status 429, or 413 for a body, 400 for ``answers``.
+    """What clients may ask for; beyond it they get status 429, or 413 for a body, 400 for ``answers`` and headers.
 
     Attributes:
         requests: under way at a time, of all clients.
         requests_per_session: under way at a time, of one session.
         tokens: that requests under way may take together: their prompts, and ``n`` times their ``max_tokens``.
         answers: the largest ``n``.
+        head_bytes: of a request's headers.
         body_bytes: of a request.
         sessions: at a time.
         tokens_per_session: that are kept, each once.
         session_seconds: after which a session that nobody uses is forgotten.
         request_seconds: that a request may take; ``None``: no limit.
-        client_seconds: that a client may take to send a piece of its request, or to read a piece of its answer.
+        client_seconds: that a client may take to send the headers of a request, or a piece of its body, and to read a
+            piece of its answer.
     """
 
     requests: int = 4096
     requests_per_session: int = 256
     tokens: int = 1 << 26
     answers: int = 128
+    head_bytes: int = 64 << 10
     body_bytes: int = 32 << 20
     sessions: int = 4096
     tokens_per_session: int = 1 << 22
