@@ -5,17 +5,22 @@ They need what ``requirements/clients.txt`` lists in the folder that ``TORCHRL_M
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from support.engines import EngineShelf
 from support.http import serving
-from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.http import HarnessEnv
+from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 
 FOLDER = os.environ.get("TORCHRL_MOE_CLIENTS", "")
 pytestmark = [
@@ -67,6 +72,27 @@ async def main(url, folder):
 asyncio.run(main(*sys.argv[1:]))
 """
 
+ENVIRONMENT = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def length(self, trace) -> float:
+        if self.data.answer == "3":
+            raise ValueError("no rubric for 3")
+        return len(trace.last_reply) + 100.0 * int(self.data.answer)
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        for a in range(3):
+            yield Sum(Data(prompt=f"{a}+1=", answer=str(a + 1)))
+
+__all__ = ["Sums"]
+"""
+
 
 def run(package: str, program: str, *arguments: str) -> Any:
     """The last line that a program prints, as JSON."""
@@ -110,3 +136,51 @@ def test_openenv_finds_the_server_fit_for_training(engine: AsyncVLLM) -> None:
     assert report["capture_level"] == "tokens", report
     assert report["n_prompt_ids"] > 0
     assert report["n_completion_ids"] > 0
+
+
+def verifiers_harness(folder: Path) -> Any:
+    """``tutorials/verifiers_harness.py``, and a Python that has the package and an environment in ``folder``."""
+    (folder / "sums.py").write_text(ENVIRONMENT)
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nPATH="{FOLDER}/verifiers/bin:$PATH" PYTHONPATH="{FOLDER}/verifiers:{folder}" '
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    file = Path(__file__).parents[2] / "tutorials" / "verifiers_harness.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Verifiers, str(python)
+
+
+def test_a_verifiers_environment_plays_in_a_collector(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> None:
+    verifiers, python = verifiers_harness(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(shelf.folder("qwen3_moe"))
+    policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 8})
+    with verifiers("sums", python) as harness:
+        assert [row["prompt"] for row in harness.rows] == ["0+1=", "1+1=", "2+1="]
+        env = HarnessEnv(harness, serve_options={"tool_call_parser": "hermes"})
+        collector = AsyncLLMCollector(
+            env,
+            policy=policy,
+            dataloader=harness.rows,
+            group_size=2,
+            dialog_turns_per_batch=4,
+            total_dialog_turns=6,
+        )
+        batch = next(iter(collector))
+        for row in batch.unbind(0):
+            assert "routed_experts" in row.keys()  # noqa: SIM118
+            said = tokenizer.decode(row["tokens", "response"], skip_special_tokens=True)
+            assert float(row["next", "reward"]) == pytest.approx(100 * (int(row["task"]) + 1) + len(said), abs=2)
+        with pytest.raises(RuntimeError, match=r"'sums', task 2: .*no rubric for 3"):
+            list(collector)
+        collector.shutdown()
+
+
+def test_a_verifiers_environment_that_is_not_there(tmp_path: Path) -> None:
+    verifiers, python = verifiers_harness(tmp_path)
+    with pytest.raises(RuntimeError, match=r"'nothing' in .*: ModuleNotFoundError"):
+        verifiers("nothing", python)

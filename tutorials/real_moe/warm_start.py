@@ -52,15 +52,22 @@ def padded(batch: Sequence[tuple[list[int], int]], device: torch.device) -> tupl
     return ids.to(device), mask.to(device), labels.to(device)
 
 
-def train(model: nn.Module, data: Sequence[tuple[list[int], int]], steps: int, batch_size: int, lr: float) -> float:
-    """Take supervised steps; return the last loss."""
+def train(
+    model: nn.Module,
+    data: Sequence[tuple[list[int], int]],
+    steps: int,
+    batch_size: int,
+    lr: float,
+    bfloat16: bool = False,
+) -> float:
+    """Take supervised steps, with float32 weights; return the last loss."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     random, loss = torch.Generator().manual_seed(0), torch.zeros(())
     for _ in (progress := tqdm(range(steps), desc="supervised", unit="step")):
         chosen = torch.randint(len(data), (batch_size,), generator=random).tolist()
         ids, mask, labels = padded([data[place] for place in chosen], device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             logits = model(ids, attention_mask=mask).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         loss.backward()
@@ -82,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--bfloat16", action="store_true", help="compute in it, as a GPU does by default")
     asked = parser.parse_args(arguments)
     if asked.steps < 1 or asked.batch_size < 1 or asked.lr <= 0:
         parser.error("--steps, --batch-size and --lr must be positive")
@@ -100,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).to(device).train()
-    loss = train(model, examples(rows, tokenizer), asked.steps, asked.batch_size, asked.lr)
+    loss = train(
+        model, examples(rows, tokenizer), asked.steps, asked.batch_size, asked.lr, asked.bfloat16 or device == "cuda"
+    )
     print(f"loss of the last step: {loss:.3f}")
     model.save_pretrained(asked.out)
     tokenizer.save_pretrained(asked.out)
