@@ -124,11 +124,11 @@ def by_target(table: Table, file: Path) -> None:
 
 
 def by_run(table: Table, file: Path) -> None:
-    """Reward over steps, median and quartiles over seeds, in the settings with most seeds."""
+    """Reward over steps, median and quartiles over seeds: exact rollouts, the worst routes, the oldest weights."""
     wanted: Mapping[tuple[str, int], str] = {
         ("none", 0): "no noise",
-        ("random flips 0.3", 0): "30 % of rows flipped",
-        ("random flips 1", 0): "every row flipped",
+        ("random flips 1", 0): "a wrong expert in every row",
+        ("none", 64): "rollouts 64 updates old",
     }
     panels = [(key, title) for key, title in wanted.items() if table.select(noise=key[0], stale=key[1])]
     if not panels:

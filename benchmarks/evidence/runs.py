@@ -50,10 +50,11 @@ NOISES: Mapping[str, Noise] = {
 BOTH = ("live", "R3")
 WANTED: Sequence[tuple[str, int, Sequence[str]]] = [
     ("none", 0, BOTH), ("random flips 1", 0, BOTH), ("none", 64, BOTH), ("bfloat16", 0, BOTH), ("none", 16, BOTH),
+    ("nearest flips 1", 0, BOTH),
 ]  # fmt: skip
 """(noise, updates that the copy is behind, arms)"""
 FURTHER: Sequence[tuple[str, int, Sequence[str]]] = [
-    ("nearest flips 1", 0, BOTH), ("random flips 1", 16, BOTH), ("random flips 1", 0, ("live, mis", "live, tis")),
+    ("random flips 1", 16, BOTH), ("random flips 1", 0, ("live, mis", "live, tis")),
     ("none", 64, ("live, mis", "live, tis")), ("int8 and bfloat16", 0, BOTH), ("random flips 0.3", 0, BOTH),
 ]  # fmt: skip
 STEPS, LR = 300, 1e-4
