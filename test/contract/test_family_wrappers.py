@@ -120,7 +120,7 @@ def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_a_compiled_model_follows_new_routes_without_a_new_graph() -> None:
-    model, replay = pair(**ONE)
+    model, replay = pair(**SMALL)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for seed, live in enumerate((0, 0, 1, 3)):
         routes = random_routes(replay, seed=seed)
