@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -147,6 +146,8 @@ def test_ids_that_the_model_has_not(server: HttpServer, path: str, changes: dict
 
 
 def test_anthropic(engine: AsyncVLLM, server: HttpServer, client: openai.OpenAI) -> None:
+    import anthropic  # two seconds, of each worker that collects this file
+
     chat = client.chat.completions.create(**GREEDY)
     asked: dict[str, Any] = {
         "model": "tiny", "max_tokens": 40, "system": "be brief", "messages": CHAT[1:],
@@ -178,6 +179,8 @@ def test_a_session_keeps_the_sampled_ids_of_any_client(engine: AsyncVLLM, server
                     made = one.chat.completions.create(model="tiny", messages=chat, max_tokens=30)
                     reply = made.choices[0].message.model_dump(exclude_none=True)
         else:
+            import anthropic
+
             with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as claude:
                 asked: dict[str, Any] = {"model": "tiny", "max_tokens": 30, "system": "be brief", "messages": chat[1:]}
                 if turn == 1:

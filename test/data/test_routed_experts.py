@@ -92,7 +92,7 @@ def test_a_cast_of_what_holds_ids_never_changes_them(cast: Callable[[Any], Any])
     kept = KeptTokens(ids=torch.tensor([257], dtype=torch.int32), sizes=torch.tensor([1], dtype=torch.int32))
     td = TensorDict(routed_experts=routes, log_probs=TensorDict(full=torch.zeros(1)))
     for whole in (td, lazy_stack([td, td.clone()]), torch.stack([td, td.clone()])):
-        with pytest.raises(RouteValueError, match=r"routed_experts\.full holds ids, .* cast other entries"):
+        with pytest.raises(RouteValueError, match=r"routed_experts\.full holds ids"):
             cast(whole)
     with pytest.raises(ValueError, match=r"kept\.(ids|sizes) holds ids"):
         cast(TensorDict(sampling=TensorDict(kept=kept)))

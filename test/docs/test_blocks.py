@@ -31,7 +31,8 @@ SHARE = 0.85
 MODEL = re.compile(r"path/to/(your/)?(moe|model)")
 FEW = "rollout={'prompts_per_step': 2, 'group_size': 2, 'max_new_tokens': 8}"
 SMALL = {"steps=100": f"steps=1, {FEW}", "steps=2": "steps=1", 'rollout={"max_new_tokens": 8}': FEW}
-"""In the place of a text's settings: one step with few answers shows it all."""
+SMALL |= {'"max_tokens": 512': '"max_tokens": 64'}
+"""In the place of a text's settings: one step with few answers shows it all, and so do short answers."""
 
 
 def blocks(page: Path) -> list[tuple[str | None, str]]:

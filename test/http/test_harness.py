@@ -273,8 +273,8 @@ def test_a_harness_that_takes_too_long_is_cancelled(
     cancelled = []
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
-        await server.ask(base_url, "a")
-        try:
+        try:  # on a busy machine it is cancelled while it asks
+            await server.ask(base_url, "a")
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(row["query"])
@@ -290,13 +290,13 @@ def test_a_harness_that_takes_too_long_is_cancelled(
 
 def test_the_time_that_an_answer_takes_is_not_the_harnesss(server: StandIn, collect: Collect) -> None:
     for replica in server.engine.replicas:
-        replica.token_seconds = 0.1
+        replica.token_seconds = 0.3
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
-        await server.ask(base_url, "a")  # 0.4 s
+        await server.ask(base_url, "a")  # 1.2 s
         return 1.0
 
-    assert len(first(collect(HarnessEnv(run, server), reward_timeout=0.3))) == 2
+    assert len(first(collect(HarnessEnv(run, server), reward_timeout=1.0))) == 2
 
 
 def test_a_harness_may_ask_so_many_times(server: StandIn, collect: Collect) -> None:

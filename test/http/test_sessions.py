@@ -340,6 +340,24 @@ def test_of_answers_that_begin_alike_the_one_that_came_back_is_continued() -> No
     assert session.prompt_ids([*sent, *ids(" é!" + more)]) == [*sent, *ids(" é!" + more)]
 
 
+@pytest.mark.parametrize("half", [[0xEF], [0xEF, 0xBF]])
+def test_half_a_character_at_the_end_is_not_the_mark_that_stands_for_it(half: list[int]) -> None:
+    """Its bytes are also the first ones of the mark, which its text shows and which a client encodes."""
+    session, sent = new_session(), ids("hi")
+    call(session, sent, [*ids(" a"), *half])
+    assert session.prompt_ids([*sent, *ids(" a\ufffdand?")]) == [*sent, *ids(" a"), *half, *ids("and?")]
+    whole = [*sent, *ids(" a"), *half, *[0xBF] * (3 - len(half)), *ids("and?")]  # as the first bytes of another one
+    assert session.prompt_ids(whole) == whole
+
+
+@pytest.mark.parametrize("letters", [11, 12, 13, 14])
+def test_a_long_answer_is_known_wherever_its_first_part_is_cut(letters: int) -> None:
+    """Texts are compared by their first 16 tokens before all of them: those may end inside of a character."""
+    session, sent, rest = new_session(), ids("hi"), "a" * letters + "éé"
+    call(session, sent, [*BAD, *ids(rest)])
+    assert session.prompt_ids([*sent, *REPLACEMENT, *ids(rest + "and?")]) == [*sent, *BAD, *ids(rest + "and?")]
+
+
 def test_an_answer_that_another_text_follows_is_left_as_rendered() -> None:
     session = new_session()
     call(session, ids("ab"), [*BAD, 99])

@@ -536,7 +536,7 @@ def test_missing_keys_are_named_before_the_actor_runs(arguments: dict[str, Any],
 
 def test_missing_log_probs_are_the_error_that_torchrl_raises() -> None:
     td = ragged(samples(SHAPES))
-    with pytest.raises(KeyError, match=r"^Couldn't find the log-probs of the policy that generated the tokens: "):
+    with pytest.raises(KeyError, match=r"^Couldn't find the log-probs"):
         GRPOLoss(BigramActor())(td.exclude(LOG_PROBS))
     told = r"^Couldn't find the ref log-probs .* set_keys\(ref_log_probs=\('log_probs', 'full'\)\)\.$"
     with pytest.raises(KeyError, match=told):

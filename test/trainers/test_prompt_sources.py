@@ -241,7 +241,7 @@ def test_a_held_out_part_is_kept_or_drawn_from(source: Any) -> None:
     assert prompts_of(whole.train) == prompts_of(drawn.train) == prompts_of(TWENTY[:15])
     assert prompts_of(whole.held_out) == prompts_of(TWENTY[15:]) and len(drawn.held_out) == 2
     assert set(prompts_of(drawn.held_out)) < set(prompts_of(TWENTY[15:]))
-    with pytest.raises(ValueError, match="held_out=6 is more than the 5 rows that the source holds out"):
+    with pytest.raises(ValueError, match="held_out=6 is more than the 5 rows"):
         load_prompts(source, held_out=6)
 
 

@@ -195,9 +195,9 @@ def test_numbers(value: Any, total: float) -> None:
 
 
 def test_a_sum_that_is_not_finite() -> None:
-    with pytest.raises(ValueError, match="the reward function 'returned' returned inf: a reward must be finite"):
+    with pytest.raises(ValueError, match="the reward function 'returned' returned inf"):
         reward(returning(10**400))
-    with pytest.raises(ValueError, match=r"sum of the functions returned 3\.3.*e\+39: a reward must be finite"):
+    with pytest.raises(ValueError, match=r"sum of the functions returned 3\.3.*e\+39"):
         reward([named("a", 3e38), named("b", 3e38)], [10.0, 1.0])
 
 
@@ -302,7 +302,7 @@ def test_parameters_without_names() -> None:
     def anything(*values: Any) -> float:
         return 1.0
 
-    with pytest.raises(ValueError, match="'placed' takes 'completion' by its place only: it is called by names"):
+    with pytest.raises(ValueError, match="'placed' takes 'completion' by its place only"):
         Rewards(placed)
     for function in (anything, lambda: 1.0):
         with pytest.raises(ValueError, match="asks for nothing: give it a parameter such as 'completion'"):
@@ -379,7 +379,7 @@ def test_a_chat_is_asked_as_messages(engine: FakeAsyncVLLM, collector_of: Any, p
 def test_messages_are_not_for_a_policy_that_reads_text(engine: FakeAsyncVLLM, collector_of: Any) -> None:
     episode = PromptEpisode("prompt", Rewards(by_answer), is_chat=False)
     collector = collector_of(engine, episode, [{"prompt": TWO_MESSAGES, "answer": 1}], input_mode="text")
-    with pytest.raises(ValueError, match="the policy reads text, not messages: column 'prompt' is "):
+    with pytest.raises(ValueError, match="the policy reads text, not messages: column 'prompt'"):
         next(iter(collector))
 
 

@@ -509,7 +509,7 @@ def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> Non
 
 
 def test_an_environment_holds_nothing_out() -> None:
-    with pytest.raises(ConfigError, match=r"data\.held_out=5: an environment, .* set it to 0, or give the trainer"):
+    with pytest.raises(ConfigError, match=r"data\.held_out=5: an environment, .* set it to 0"):
         of(DataConfig(held_out=5), env=chat(3))
     assert of(DataConfig(held_out=5), EvalConfig(every=0), env=chat(3)).held_out == 0  # nobody asks for them
     assert of(DataConfig(held_out=5), EvalConfig(prompts=7), env=chat(3), held_out=chat(1)).held_out == 7

@@ -139,7 +139,7 @@ def test_one_of_two_tied_weights_cannot_have_an_adapter(target: str) -> None:
 def test_what_goes_to_no_tensor_of_the_checkpoint_or_is_no_lora_is_refused() -> None:
     model = adapted("qwen3_moe", target_modules=["q_proj"])
     model.base_model.model.model.layers[0].self_attn.q_proj.parameter_name = "another"
-    with pytest.raises(TypeError, match=r"layers\.0\.self_attn\.q_proj has an adapter, which cannot be added"):
+    with pytest.raises(TypeError, match=r"layers\.0\.self_attn\.q_proj has an adapter"):
         ModelWeights(model)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2])
     model = peft.get_peft_model(make_tiny_moe("mixtral", num_hidden_layers=1), config)

@@ -304,7 +304,7 @@ def test_only_the_tokens_asked_for_are_scored(
     nothing, _, _ = scorer.score(batch, mask=torch.zeros_like(asked))
     assert not nothing.any()
     nothing.sum().backward()
-    with pytest.raises(ValueError, match=r"mask must have shape \[3, \d+\], got \[3, 2\]. It is laid out as the"):
+    with pytest.raises(ValueError, match=r"mask must have shape \[3, \d+\], got \[3, 2\]"):
         scorer.score(batch, mask=asked[:, :2])
 
 
@@ -399,7 +399,7 @@ def test_no_family_sees_pads(family: str, side: str) -> None:
 def test_one_row_is_refused_where_sequences_would_see_each_other() -> None:
     actor = TransformersWrapper(build("jamba"), replay="none", pad_model_input=False)
     td = lazy_stack([TensorDict({"tokens": {"full": torch.tensor([3, 4, 5])}})])
-    with pytest.raises(ValueError, match="pad_model_input=False: sequences in one row attend to each other in Jamba"):
+    with pytest.raises(ValueError, match="pad_model_input=False: sequences"):
         actor.score(td)
     with pytest.raises(ValueError, match="pad_model_input=False"):
         actor.get_dist(td)
@@ -623,7 +623,7 @@ def test_r2_does_not_guess_where_some_samples_were_recorded(td: TensorDictBase, 
     scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
     with torch.no_grad():
         scorer.score(td[:1])
-        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts', and others have"):
+        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts'"):
             scorer.score(td)
         scorer.get_new_version(rerecord=True).score(td)
         scorer.score(td)

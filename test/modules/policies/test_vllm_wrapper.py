@@ -415,7 +415,7 @@ def test_a_tokenizer_of_another_model_is_refused(fake: FakeAsyncVLLM) -> None:
     other, renamed = ByteTokenizer(), ByteTokenizer()
     vocabulary = {token: 2 * number % 255 for token, number in other.get_vocab().items() if number < 255}
     other.get_vocab = lambda: vocabulary | {"more": 70_000}
-    with pytest.raises(ValueError, match=r"^tokenizer: 254 of 255 ids stand for other tokens in the engine's, such as"):
+    with pytest.raises(ValueError, match=r"^tokenizer: 254 of 255 ids stand for other tokens in the engine's"):
         wrapper(fake, tokenizer=other)
     renamed.get_vocab = lambda: {**ByteTokenizer().get_vocab(), "<|im_start|>": 300, "<think>": 257}
     assert wrapper(fake, tokenizer=renamed).tokenizer is renamed
@@ -730,7 +730,7 @@ def test_keys_of_a_batch_reach_the_service_one_value_per_sample(build: str, num_
 def test_a_wrong_value_is_refused_by_key_and_sample(fake: FakeAsyncVLLM) -> None:
     with pytest.raises(TypeError, match=r"priority\[0\] must be an int, got 0.5"):
         wrapper(fake)(asks("dense", priority=torch.tensor([0.5, 1.0])))
-    with pytest.raises(ValueError, match=r"sample 0: 'group_id' is \[1, 2\]; give each sample one value"):
+    with pytest.raises(ValueError, match=r"sample 0: 'group_id' is \[1, 2\]"):
         wrapper(fake)(asks("dense", group_id=torch.tensor([[1, 2], [3, 4]])))
 
 

@@ -544,9 +544,7 @@ def test_without_any_opinion_the_least_loaded_is_taken() -> None:
 
 def test_one_that_fails_falls_to_the_next_with_one_warning() -> None:
     hierarchy = Hierarchy([Says(fails, "broken"), Says(lambda: 2)], Settings())
-    with pytest.warns(
-        UserWarning, match=r"strategy 'broken' failed with ZeroDivisionError\('mine'\); the next"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"strategy 'broken' failed with ZeroDivisionError\('mine'\)") as seen:
         assert [chosen(hierarchy, 0, 0, 0) for _ in range(50)] == [2] * 50
     assert len(seen) == 1
 

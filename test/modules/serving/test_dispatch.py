@@ -322,7 +322,7 @@ def test_nothing_waits_for_a_replica_that_does_not_come(
 
 def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("b", "e"))
-    with pytest.raises(GenerationTimeout, match=r"2 of 5 requests were not finished within 1 s and were ab") as caught:
+    with pytest.raises(GenerationTimeout, match="2 of 5 requests were not finished within 1 s") as caught:
         run(lb, "abcde", timeout=1.0)
     assert whole(caught.value) == ["a", None, "c", "d", None]
     assert caught.value.__context__ is None

@@ -229,9 +229,7 @@ def test_one_whose_requests_take_too_long_serves_on(fleet: Any) -> None:
     service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
     call = in_thread(lambda: ask(service, actor_index=1, request_ids="x"))
     until(lambda: service.replica_table[1].inflight == 1)
-    with pytest.raises(
-        EngineError, match=r"1 requests of replica 1 were not finished within 0\.05 s; it keeps serving"
-    ):
+    with pytest.raises(EngineError, match=r"1 requests of replica 1 were not finished within 0\.05 s"):
         service.remove_replica(1, timeout_seconds=0.05)
     assert service.states == ["SERVING"] * 2
     assert service.replica_table[1].recovery is Recovery.SUPERVISOR

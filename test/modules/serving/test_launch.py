@@ -268,7 +268,7 @@ def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pyt
     with AsyncVLLM({"model": "m"}, 2, None, False) as engine:
         assert engine.num_replicas == 2
         assert engine.engine_args == {"model": "m", "enable_prefix_caching": False}
-    with pytest.raises(ValueError, match="actor_class must be None: a replica is a process with an engine"):
+    with pytest.raises(ValueError, match="actor_class must be None"):
         AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
 
 
@@ -307,7 +307,7 @@ def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
         "tensor_parallel_size": 4,
         "data_parallel_size": 2,
     }
-    with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ: pass one"):
+    with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ"):
         arguments_for(devices=4, tensor_parallel_size=2)
     for given in ({"devices": 0}, {"tensor_parallel_size": 0}):
         with pytest.raises(ValueError, match="must be an integer from 1 to 65536, or None, got 0"):
@@ -379,7 +379,7 @@ def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) ->
 
 
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
-    with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN in the environment"):
+    with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN"):
         ray_service(
             kind, {**ARGUMENTS, "hf_token": "hf_secret"}, 1, name=None, namespace=None, resources=None, verbose=True
         )

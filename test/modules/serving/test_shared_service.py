@@ -79,7 +79,7 @@ def test_children_of_this_process_are_left_by_nobody_and_go_nowhere_else() -> No
     assert service.get_master_address() == "127.0.0.1"
     with pytest.raises(RuntimeError, match="disconnect: this service ends with its driver"):
         service.disconnect()
-    with pytest.raises(TypeError, match="AsyncVLLM cannot be pickled: its replicas are children of this process"):
+    with pytest.raises(TypeError, match="AsyncVLLM cannot be pickled"):
         pickle.dumps(service)
     with pytest.raises(RuntimeError, match="the service is not running"):
         service.add_replicas()

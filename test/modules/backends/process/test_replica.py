@@ -209,7 +209,7 @@ def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> Non
         time.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
         for waiting in (*futures, call):
-            with pytest.raises(ReplicaDiedError, match=r"replica 0 ended with exit code -9\. Its last log lines:"):
+            with pytest.raises(ReplicaDiedError, match="replica 0 ended with exit code -9"):
                 waiting.result(60.0)
     assert not replica.is_alive()
     until(lambda: not group(pid))

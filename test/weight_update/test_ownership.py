@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.weights import THIS_DRIVER, Connect, Fleet, fleets, senders, value_in, values, weights
+from support.weights import THIS_DRIVER, Connect, Fleet, value_in, values, weights
 from torchrl_moe.errors import WeightsOwnedError, WeightSyncError
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme
 
 OTHER = "process 7 on elsewhere"
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Makes a sender for an engine."""
-    with senders() as make:
-        yield make
-
-
-@pytest.fixture
-def fleet(connect: Connect) -> Fleet:
-    """Makes an engine of so many fake replicas, and a sender for it."""
-    return fleets(connect)
 
 
 def owner_of(replica: FakeWeightReplica) -> str:
