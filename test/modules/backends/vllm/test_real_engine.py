@@ -596,3 +596,11 @@ def test_the_models_tensors_are_named_as_in_the_checkpoint(engine: AsyncVLLM, sh
     metadata = engine.get_model_metadata()
     assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     assert metadata["model.layers.1.mlp.experts.15.gate_proj.weight"] == (torch.float32, torch.Size([32, 64]))
+
+
+@pytest.mark.engine("qwen3_moe", dtype="bfloat16", max_num_seqs=8)
+def test_a_small_model_in_bfloat16_serves(engine: AsyncVLLM) -> None:
+    """A CPU with AMX kills a process that has not asked for its tiles, and small products do not ask."""
+    (answer,) = generate(engine, [[1, 2, 3]], max_tokens=4)
+    assert [len(tokens) for tokens in tokens_of([answer])] == [4]
+    assert [entry.restarts for entry in engine.replica_table] == [0]

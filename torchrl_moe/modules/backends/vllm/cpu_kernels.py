@@ -945,17 +945,21 @@ def install() -> None:
 
 
 def register() -> None:
-    """Let vLLM choose Model Runner V2 on a CPU without Triton: vLLM's plugin, which each of its processes calls.
+    """Make vLLM run on this CPU: its plugin, which each of its processes calls. Does nothing on other platforms.
 
-    Does nothing on other platforms, with Triton, and where VLLM_USE_V2_MODEL_RUNNER=0 asks for V1.
+    Without Triton it has vLLM choose Model Runner V2, unless VLLM_USE_V2_MODEL_RUNNER=0 asks for V1.
     """
     from vllm import envs
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    platform: Any = type(current_platform)
-    if not HAS_TRITON and current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is not False:
-        _extend(platform)
+    if not current_platform.is_cpu():
+        return
+    # Linux lets a process that has not asked for AMX die at its first tile instruction. vLLM's attention and linear
+    # kernels in bfloat16 have them and do not ask; a model's large products ask through oneDNN, a small model's do not.
+    torch.cpu._init_amx()
+    if not HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False:
+        _extend(type(current_platform))
 
 
 @functools.cache
