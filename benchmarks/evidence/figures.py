@@ -124,10 +124,10 @@ def by_target(table: Table, file: Path) -> None:
 
 
 def by_run(table: Table, file: Path) -> None:
-    """Reward over steps, median and quartiles over seeds: exact rollouts, the worst routes, the oldest weights."""
+    """Reward over steps, median and quartiles over seeds: exact rollouts, the worst routes, old weights."""
     wanted: Mapping[tuple[str, int], str] = {
         ("none", 0): "no noise",
-        ("random flips 1", 0): "a wrong expert in every row",
+        ("nearest flips 1", 0): "a near miss in every row",
         ("none", 64): "rollouts 64 updates old",
     }
     panels = [(key, title) for key, title in wanted.items() if table.select(noise=key[0], stale=key[1])]

@@ -71,6 +71,7 @@ class Answer:
     ours: Tensor
 
 
+@torch.no_grad()
 def answers_of(actor: TransformersWrapper, td: TensorDictBase) -> list[Answer]:
     """Score rollouts live and with replay, one at a time."""
     recording = actor.get_new_version(replay="R2", rerecord=True)
