@@ -18,6 +18,7 @@ from support.http import serving
 from support.waiting import PATIENCE, in_thread
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.http import HarnessEnv, HttpServer, run_process
+from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
 pytestmark = pytest.mark.needs_vllm
@@ -41,9 +42,8 @@ def server(engine: FakeAsyncVLLM, folder: Path) -> Iterator[HttpServer]:
 
 
 def first(engine: FakeAsyncVLLM, env: HarnessEnv, **kwargs: Any) -> TensorDictBase:
-    collector = AsyncLLMCollector(
-        env, policy=policy_of(engine), dataloader=Questions(), group_size=2, max_staleness=0, **kwargs
-    )
+    kwargs = {"policy": policy_of(engine), **kwargs}
+    collector = AsyncLLMCollector(env, dataloader=Questions(), group_size=2, max_staleness=0, **kwargs)
     try:
         return in_thread(lambda: next(iter(collector))).result(PATIENCE)
     finally:
@@ -93,6 +93,31 @@ def test_a_server_of_its_own_begins_and_ends_with_the_collector(engine: FakeAsyn
         httpx.get(urls[0].partition("/sessions")[0] + "/health")
     assert len(first(engine, env)) == 4  # with another one
     assert len({url.partition("/sessions")[0] for url in urls}) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature", "most"),
+    [
+        ({}, 0.7, 7),
+        ({"max_completion_tokens": 3}, 0.7, 3),
+        ({"max_completion_tokens": 50, "temperature": 0.5}, 0.5, 7),
+    ],
+)
+def test_a_harness_samples_as_the_policy_does(
+    asked: dict[str, Any], temperature: float, most: int, engine: FakeAsyncVLLM, folder: Path
+) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=httpx.AsyncClient(verify=False))
+        async with client:
+            said: list[Any] = [{"role": "user", "content": row["query"]}]
+            reply = await client.chat.completions.create(model="policy", messages=said, **asked)
+        assert reply.usage is not None
+        return float(reply.usage.completion_tokens)
+
+    policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 7, "temperature": 0.7})
+    batch = first(engine, HarnessEnv(run, serve_options={"model": folder}), policy=policy)
+    assert [float(row["next", "reward"]) for row in batch] == [most] * 2
+    assert [round(float(row["sampling", "temperature"]), 4) for row in batch] == [temperature] * 2
 
 
 PROGRAM = """

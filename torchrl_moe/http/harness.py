@@ -32,12 +32,13 @@ from torchrl_moe.modules.backends.sampling_fields import fields_of
 from torchrl_moe.modules.policies.prompts import Prompts, text_entry
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
-from torchrl_moe.modules.serving.service import GenerationService
 
 __all__ = ["HarnessEnv", "run_process"]
 
 LOG = logging.getLogger(__name__)
 MODEL = "policy"
+SAMPLING = {"max_tokens": "max_new_tokens", **{name: name for name in ("temperature", "top_k", "top_p", "min_p")}}
+"""What a policy samples with -> its name in a generation config."""
 POLL_SECONDS, DRAIN_SECONDS = 0.05, 1.0  # of a program: whether it runs, and what is still in its pipe
 Harness: TypeAlias = "Callable[[str, dict[str, Any]], Awaitable[float | None]]"
 """Runs one sample: ``await run(base_url, row)`` returns its reward; ``None`` leaves it out.
@@ -60,7 +61,8 @@ class HarnessEnv(Workflow):
         run: an async function. It runs in the collector's event loop, beside others: blocking code belongs in
             ``asyncio.to_thread``, a program in :func:`run_process`.
         server: serves the policy's engine; default: one that is started with the first sample, and ends with the
-            collector. It calls the model ``"policy"``.
+            collector. It calls the model ``"policy"``, samples as the policy does what a request leaves out, and cuts
+            each answer at the policy's ``max_new_tokens``.
         serve_options: of that default, see :func:`~torchrl_moe.http.serve_http`.
         deadline: seconds that one ``run`` may take in all; ``None`` for no limit.
         sampling_params: go before those of the harness, which may not know that it trains, ``{"temperature": 1.0}``.
@@ -120,7 +122,7 @@ class HarnessEnv(Workflow):
         generate_kwargs.pop("return_routed_experts", None)  # a session keeps them
         server = self._server or self._own
         if server is None:
-            server = await asyncio.to_thread(self._started, policy.engine)
+            server = await asyncio.to_thread(self._started, policy)
         session = server.sessions.get(f"harness-{uuid.uuid4().hex}")
         session.sampling_params = self._sampling_params | sampling_params_of(generate_kwargs)
         clock = Clock(timeout)
@@ -140,11 +142,14 @@ class HarnessEnv(Workflow):
         rows = self._rows(session, data, finite(value, "the harness"), policy.tokenizer)
         return [lazy_stack([row]) for row in rows]
 
-    def _started(self, engine: GenerationService) -> HttpServer:
-        """Start the default server; the first of several threads does."""
+    def _started(self, policy: vLLMWrapper) -> HttpServer:
+        """Start the default server, which samples as the policy does; the first of several threads does."""
         with self._starting:
             if self._own is None:
-                self._own = serve_http(engine, **self._serve_options)
+                given = policy.sampling_params
+                sampling = {name: given[key] for key, name in SAMPLING.items() if given.get(key) is not None}
+                like_policy = {"generation_config": "vllm", "override_generation_config": sampling}
+                self._own = serve_http(policy.engine, **like_policy | self._serve_options)
             return self._own
 
     async def _ended(self, base_url: str, data: TensorDictBase, clock: Clock) -> object:
