@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
-    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_experts", "check_same_shape", "check_served", "check_source", "check_trainer",
-    "check_weights_of", "config_of", "explain", "is_tiny", "load", "missing_extra", "model_folder", "try_replay",
+    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_experts", "check_same_shape", "check_served",
+    "check_source", "check_trainer", "check_weights_of", "config_of", "explain", "is_tiny", "load", "missing_extra",
+    "model_folder", "try_replay",
 ]  # fmt: skip
 
 TINY = "tiny"
