@@ -36,6 +36,17 @@ def without_template() -> Any:
     return trainer(model=make_tiny_moe("qwen3_moe"), tokenizer=tokenizer, dataset=chats)
 
 
+def bare() -> str:
+    """A model's folder without its tokenizer, and with weights that nobody can load."""
+    for file in Path("moe").iterdir():
+        if "token" in file.name or "chat" in file.name:
+            file.unlink()
+        elif file.suffix == ".safetensors":
+            file.write_bytes(b"")
+    Path("moe").rename("bare")
+    return "bare"
+
+
 def holds_a_run() -> Any:
     Path("old").mkdir()
     Path("old/metrics.csv").write_text("step\n1\n")
@@ -47,6 +58,19 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: AsyncVLLM.from_pretrained("./none"),
         "no model at './none': .* model.save_pretrained",
     ),
+    "no tokenizer in the folder": (
+        lambda: AsyncVLLM.from_pretrained(bare()),
+        r"'bare' has no tokenizer: tokenizer.save_pretrained\('bare'\) writes it there",
+    ),
+    "no tokenizer in the folder, as an engine's arguments": (
+        lambda: AsyncVLLM.launch({"model": bare()}),
+        "'bare' has no tokenizer: ",
+    ),
+    "no tokenizer in the folder, for the second engine": (
+        lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),
+        "'bare' has no tokenizer: ",
+    ),
+    "no tokenizer in the folder, in a run": (lambda: trainer(model=bare()), "model.source=bare: 'bare' has no tokeniz"),
     "no model's folder, in a run": (
         lambda: trainer(model="./none"),
         "no model in that folder, and names on the hub are",

@@ -101,8 +101,25 @@ def test_a_model_without_weights_starts_no_engine(
         )
 
 
-def test_a_dense_model_is_refused(shelf: EngineShelf, capsys: CaptureFixture[str]) -> None:
-    assert main(["probe", str(shelf.folder("qwen3"))]) == 2
+@pytest.mark.needs_vllm
+@pytest.mark.parametrize("command", ["probe", "bisect", "conformance", "serve"])
+def test_a_model_without_a_tokenizer_starts_no_engine(
+    command: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert main([command, str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchrl-moe {command}: {str(tmp_path)!r} has no tokenizer: tokenizer.save_pretrained(")
+
+
+@pytest.mark.parametrize("command", ["probe", "bisect"])
+def test_a_dense_model_is_refused(
+    command: str, shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    assert main([command, str(shelf.folder("qwen3"))]) == 2
     assert "it is a dense model, and there is nothing to replay" in capsys.readouterr().err
 
 

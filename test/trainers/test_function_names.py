@@ -37,7 +37,7 @@ def test_a_function_is_imported_by_its_name() -> None:
         ("math.no_such_part:f", "cannot import 'math.no_such_part': No module named 'math.no_such_part'"),
         ("math:root", "there is no 'math:root': module 'math' has no attribute 'root'"),
         ("pathlib:Path.nothing", "there is no 'pathlib:Path.nothing': type object 'Path' has no attribute"),
-        ("math:pi", "'math:pi' is not a function but a float"),
+        ("math:pi", "'math:pi' is not a function, but of type float"),
     ],
 )
 def test_what_is_not_there_is_one_clear_line(name: str, message: str) -> None:

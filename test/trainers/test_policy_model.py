@@ -149,7 +149,7 @@ def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a model that is given needs its tokenizer"):
         loaded(tiny())
     tiny().save_pretrained(tmp_path / "bare")
-    with pytest.raises(ConfigError, match="bare: there is no tokenizer with the model"):
+    with pytest.raises(ConfigError, match=r"bare: .* has no tokenizer"):
         loaded(source=str(tmp_path / "bare"))
 
 

@@ -88,6 +88,10 @@ def test_what_was_received_can_be_applied_if_it_is_the_newest(tmp_path: Path) ->
         receiver.apply_weights(old)
     with pytest.raises(ManifestMismatch, match="not the tensors of version 2 in the directory, which alone can be"):
         receiver.apply_weights({"a": old["a"]})
+    with pytest.raises(ManifestMismatch, match="a is of type int, not a tensor"):
+        receiver.apply_weights({"a": 1})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="weights must be a model, a TensorDict, or names and tensors, got list"):
+        receiver.apply_weights([1])  # type: ignore[arg-type]
     assert value_in(engine, 0) == 1.0
     transport.shutdown()
 

@@ -7,7 +7,9 @@ import argparse
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
 from torchrl_moe.cli.models import (
     MODEL_HELP,
+    check_experts,
     check_same_shape,
+    check_served,
     check_trainer,
     check_weights_of,
     config_of,
@@ -15,7 +17,7 @@ from torchrl_moe.cli.models import (
     model_folder,
 )
 from torchrl_moe.cli.probe import PROMPTS
-from torchrl_moe.cli.services import DTYPES, add_engine_arguments, check_engine, started
+from torchrl_moe.cli.services import DTYPES, add_engine_arguments, check_engine, engine_arguments, started
 
 __all__ = ["COMMAND"]
 
@@ -37,10 +39,12 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     # refuse what can be refused before a model is made or an engine started
     check_engine("vllm", options.engine_args)
     check_trainer(options.trainer)
-    for source in {options.model, options.trainer or options.model}:
-        check_weights_of(source)
+    check_served(options.model, engine_arguments(options.engine_args))
+    if options.trainer is not None:
+        check_weights_of(options.trainer)
     with model_folder(options.model) as folder:
         config = config_of(folder)
+        check_experts(options.model, config)
         check_same_shape(options.trainer, config)
         from torchrl_moe.modules.policies.bisect import EngineTrace
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
-from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
+from torchrl_moe.cli.models import MODEL_HELP, check_served, check_weights_of, config_of, load, model_folder
 from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) ->
         raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
     given = {"tolerance": options.tolerance, "tie": options.tie}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
-    engine_arguments(options.engine_args)
+    arguments = engine_arguments(options.engine_args)
     if options.adapter is not None:
         _named(options.adapter)
     else:
         check_engine(options.engine or ENGINES[0], options.engine_args)
     if options.model is not None:
-        check_weights_of(options.model)
+        check_served(options.model, arguments) if options.adapter is None else check_weights_of(options.model)
     return settings
 
 

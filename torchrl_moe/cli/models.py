@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
-    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_same_shape", "check_source", "check_trainer",
-    "check_weights_of", "config_of", "explain", "load", "missing_extra", "model_folder", "try_replay",
+    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_experts", "check_same_shape", "check_served",
+    "check_source", "check_trainer", "check_weights_of", "config_of", "explain", "is_tiny", "load", "missing_extra",
+    "model_folder", "try_replay",
 ]  # fmt: skip
 
 TINY = "tiny"
@@ -47,10 +48,15 @@ DENSE_FIRST = "first_k_dense_replace"
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
+def is_tiny(source: str) -> bool:
+    """Whether the model is to be made; a folder of that name is a user's own."""
+    return source == TINY and not Path(source).is_dir()
+
+
 @contextlib.contextmanager
 def model_folder(source: str) -> Iterator[str]:
     """Give the folder or hub name of a model; ``tiny`` is made for as long as the context is open."""
-    if source != TINY or Path(source).is_dir():
+    if not is_tiny(source):
         check_source(source)
         yield source
         return
@@ -63,7 +69,7 @@ def model_folder(source: str) -> Iterator[str]:
 
 def check_weights_of(source: str) -> None:
     """Refuse a model whose weights cannot be had, before torch is loaded: that takes seconds."""
-    if source == TINY and not Path(source).is_dir():
+    if is_tiny(source):
         return
     check_source(source)
     from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
@@ -74,9 +80,25 @@ def check_weights_of(source: str) -> None:
     check_weights(source)
 
 
+def check_served(source: str, arguments: Mapping[str, object]) -> None:
+    """Refuse a model that no engine can be started with: without weights, or without a tokenizer."""
+    check_weights_of(source)
+    from torchrl_moe.modules.backends.checkpoint import check_tokenizer
+
+    check_tokenizer(source, arguments.get("tokenizer"))
+
+
+def check_experts(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a dense model."""
+    from torchrl_moe.modules.replay.discovery import expert_counts
+
+    if not expert_counts(config):
+        raise BadUse(f"{name} has no experts by its config: it is a dense model, and there is nothing to replay")
+
+
 def check_trainer(source: str | None) -> None:
     """Refuse ``tiny`` as the weights of a trainer; ``None``: those that are served."""
-    if source == TINY and not Path(TINY).is_dir():
+    if source is not None and is_tiny(source):
         raise BadUse(f"--trainer {TINY}: that model is made on the spot; name the folder of its weights, or a hub name")
 
 

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
 from torchrl_moe.cli.models import (
     MODEL_HELP,
+    check_experts,
     check_same_shape,
+    check_served,
     check_trainer,
     check_weights_of,
     config_of,
     load,
     model_folder,
 )
-from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, started
+from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from torchrl_moe.modules import AsyncVLLM
     from torchrl_moe.modules.policies.probe import LiveScores
@@ -108,11 +110,12 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     # refuse what can be refused before a model is made or an engine started
     check_engine(options.engine, options.engine_args)
     check_trainer(options.trainer)
-    for source in {options.model, options.trainer or options.model}:
-        check_weights_of(source)
+    check_served(options.model, engine_arguments(options.engine_args))
+    if options.trainer is not None:
+        check_weights_of(options.trainer)
     with model_folder(options.model) as folder:
         config = config_of(folder)
-        _check_experts(options.model, config)
+        check_experts(options.model, config)
         check_same_shape(options.trainer, config)
         # the engine ends before the model is loaded: both may not fit
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
@@ -141,13 +144,6 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     result = ProbeResult.of(title, replayed, live, dtype_gaps(held, get_model_metadata(model)), causes)
     output.show(result.text(), result.to_dict())
     return PROBLEM if result.problems else FINE
-
-
-def _check_experts(name: str, config: PreTrainedConfig) -> None:
-    from torchrl_moe.modules.replay.discovery import expert_counts
-
-    if not expert_counts(config):
-        raise BadUse(f"{name} has no experts by its config: it is a dense model, and there is nothing to replay")
 
 
 def _roll_out(engine: AsyncVLLM, prompts: Sequence[str], options: argparse.Namespace) -> TensorDictBase:

@@ -9,6 +9,7 @@ import signal
 import threading
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output, note
+from torchrl_moe.cli.models import MODEL_HELP, TINY, check_served, is_tiny, model_folder
 from torchrl_moe.cli.services import add_engine_arg, check_engine, engine_arguments
 
 __all__ = ["COMMAND"]
@@ -17,7 +18,7 @@ KEY_VARIABLE = "TORCHRL_MOE_API_KEY"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub name")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free (default: 8000)")
     parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send (default: ${KEY_VARIABLE})")
@@ -52,15 +53,18 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         server_arguments(options.model, [options.model], given)
     except ValueError as error:
         raise BadUse(str(error)) from error
-    note("starting vllm ...")
     arguments = engine_arguments(options.engine_args)
+    check_served(options.model, arguments)
     # Ctrl-C is how it ends; a supervisor's SIGTERM is the same
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    note("starting vllm ...")
+    named = {"served_model_name": TINY} if is_tiny(options.model) else {}  # its folder's name is a random one
     with (
         contextlib.suppress(KeyboardInterrupt),
-        AsyncVLLM.from_pretrained(options.model, num_replicas=options.num_replicas, **arguments) as engine,
-        serve_http(engine, options.host, options.port, key, **given) as server,
+        model_folder(options.model) as folder,
+        AsyncVLLM.from_pretrained(folder, num_replicas=options.num_replicas, **arguments) as engine,
+        serve_http(engine, options.host, options.port, key, **{**named, **given}) as server,
     ):
         text = f"{options.model} is served at {server.url}/v1; a session at {server.url}/sessions/NAME/v1. Ctrl-C ends"
         output.show(text, {"url": server.url, "model": options.model}, indent=None)

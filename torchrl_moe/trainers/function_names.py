@@ -70,5 +70,5 @@ def import_function(name: str) -> Callable[..., Any]:
         except AttributeError as error:
             raise ValueError(f"there is no {name!r}: {error}") from error
     if not callable(found):
-        raise ValueError(f"{name!r} is not a function but a {type(found).__name__}")
+        raise ValueError(f"{name!r} is not a function, but of type {type(found).__name__}")
     return found

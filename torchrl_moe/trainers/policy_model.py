@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchrl_moe._compat_transformers import checkpoint_activations, load_whole, lowered, stays_float32
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
+from torchrl_moe.modules.backends.checkpoint import check_reachable, check_tokenizer, check_weights
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.policies.probe import is_router
 from torchrl_moe.modules.policies.prompts import reads_chats, template_options
@@ -250,7 +250,10 @@ def _from_pretrained(
         check_reachable(source)
         if not {"gguf_file", "subfolder"} & {*config.pretrained}:  # else they lie elsewhere
             check_weights(source)
+            check_tokenizer(source, tokenizer)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes an empty one where none is saved
+            raise ValueError(f"{source} has no tokenizer: tokenizer.save_pretrained({source!r}) writes it there")
         where = {name: config.pretrained[name] for name in OF_CONFIG if name in config.pretrained}
         stored = AutoConfig.from_pretrained(source, **where).get_text_config().dtype or torch.float32
         weights = dtype if frozen else torch.float32
@@ -262,10 +265,6 @@ def _from_pretrained(
         model = pretrained() if split is None else split.load(pretrained, dtype, rounds)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers returns an empty one where none is saved
-        raise ConfigError(
-            f"model.source={source}: there is no tokenizer with the model: tokenizer.save_pretrained({source!r})"
-        )
     return model, tokenizer, stored
 
 

@@ -26,7 +26,7 @@ from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver, VLLMWeightSender
-from torchrl_moe.weight_update.source import Weights
+from torchrl_moe.weight_update.source import Weights, named_tensors
 from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
 __all__ = [
@@ -211,6 +211,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 
         Raises:
             ValueError: ``inplace`` is False.
+            TypeError: ``weights`` are no mapping and no pairs.
             DigestMismatch, ManifestMismatch: the newest version of the directory holds other weights.
             WeightSyncError: as :meth:`poll_and_apply`.
         """
@@ -222,6 +223,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 
     def _check_published(self, weights: Mapping[str, Tensor]) -> None:
         """Raise an error unless the directory's newest version holds these bytes."""
+        weights = named_tensors(weights)
         newest = self._store.newest()
         if newest is None:
             raise ManifestMismatch(f"apply_weights: nothing was written to {self._store.folder} yet")

@@ -44,6 +44,7 @@ __all__ = [
     "from_first",
     "get_model_metadata",
     "is_first",
+    "named_tensors",
     "source_of",
     "trained_model",
 ]
@@ -183,7 +184,7 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
             lambda: contents(own.state()),
             own.gathered_in,
         )
-    named = _named(weights)
+    named = named_tensors(weights)
     is_sharded = any(hasattr(tensor, "full_tensor") for tensor in named.values())
 
     def changes() -> str:
@@ -213,7 +214,8 @@ def _has_own_names(named: Mapping[str, Tensor], model: ModelWeights, expected: K
     return not (model.keys - checkpoint).isdisjoint(named)
 
 
-def _named(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def named_tensors(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors by name, of a mapping, a TensorDict or pairs; refuse what is no tensor."""
     flatten = getattr(weights, "flatten_keys", None)  # of a TensorDict
     if flatten is not None:
         weights = dict(flatten(".").items())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_reachable",
+    "check_tokenizer",
     "check_weights",
     "checkpoint_folder",
     "checkpoint_kinds",
@@ -55,6 +56,11 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "adapter_config.json")
 """Files that a model may be loaded from; an adapter names a base model."""
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 """What training leaves beside them."""
+TOKENIZERS = (
+    "tokenizer*", "tokenization*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json", "*.gguf",
+    "adapter_config.json",
+)  # fmt: skip
+"""Files of which a model's tokenizer has one at least; an adapter's may be its base model's."""
 NAMED_FILES = 3
 
 
@@ -115,6 +121,19 @@ def check_weights(model: str | os.PathLike[str]) -> None:
             f"{str(model)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes "
             "them"
         )
+
+
+def check_tokenizer(model: str | os.PathLike[str], other: object = None) -> None:
+    """Refuse a model's folder without a tokenizer, of which transformers would make an empty one, unless another is
+    named. Hub names are not looked at.
+    """
+    folder = Path(model)
+    if other is not None or not folder.is_dir() or any(next(folder.glob(name), None) for name in TOKENIZERS):
+        return
+    raise ValueError(
+        f"{str(model)!r} has no tokenizer: tokenizer.save_pretrained({str(model)!r}) writes it there, and an engine's "
+        "tokenizer= names another folder"
+    )
 
 
 def _indexed(index: Path) -> list[str]:

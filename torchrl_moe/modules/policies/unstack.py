@@ -393,7 +393,9 @@ def check_dense(name: object, value: object) -> None:
     if not isinstance(name, str):
         raise ManifestMismatch(f"a tensor is named by a str, got {name!r}")
     if not isinstance(value, Tensor):
-        raise ManifestMismatch(f"{name} is a {type(value).__name__}, not a tensor: torch.as_tensor(value) makes one")
+        raise ManifestMismatch(
+            f"{name} is of type {type(value).__name__}, not a tensor: torch.as_tensor(value) makes one"
+        )
     local = value.to_local() if hasattr(value, "to_local") else value
     if local.is_meta:
         raise ManifestMismatch(

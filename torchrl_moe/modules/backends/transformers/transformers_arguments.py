@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from torchrl_moe.modules.backends.checkpoint import check_weights
+from torchrl_moe.modules.backends.checkpoint import check_tokenizer, check_weights
 from torchrl_moe.modules.backends.engine_kind import process_environment
 
 __all__ = [
@@ -120,6 +120,7 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
     # here, in the driver: a wrong value or an empty folder costs no start of a process
     EngineArguments(**arguments)
     check_weights(arguments["model"])
+    check_tokenizer(arguments["model"], arguments.get("tokenizer"))
     return arguments
 
 

@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import EngineError
+from torchrl_moe.modules.backends.checkpoint import check_tokenizer
 from torchrl_moe.modules.backends.engine_kind import process_environment
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
@@ -118,6 +119,8 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
         )
     if not arguments.get("model"):
         raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
+    if not arguments.get("skip_tokenizer_init"):
+        check_tokenizer(arguments["model"], arguments.get("tokenizer"))
     return arguments
 
 
