@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 __all__ = ["HttpServer", "check_address", "serve_http"]
 
 LOG = logging.getLogger(__name__)
+SAMPLING = ("generation_config", "override_generation_config")
+"""Options that say how a request samples that does not."""
 START_SECONDS = 300.0  # importing vLLM's server takes 10 s, on a busy machine a minute
 CLOSE_SECONDS = 2  # that requests get to end by themselves
 OPTIONS = (
     "chat_template", "chat_template_content_format", "default_chat_template_kwargs", "enable_auto_tool_choice",
-    "enable_force_include_usage", "enable_prompt_tokens_details", "exclude_tools_when_tool_choice_none",
-    "generation_config", "lora_modules", "override_generation_config", "reasoning_parser", "reasoning_parser_plugin",
-    "response_role", "return_tokens_as_token_ids", "tool_call_parser", "tool_parser_plugin", "tool_strict_level",
-    "trust_request_chat_template",
+    "enable_force_include_usage", "enable_prompt_tokens_details", "exclude_tools_when_tool_choice_none", "lora_modules",
+    "reasoning_parser", "reasoning_parser_plugin", "response_role", "return_tokens_as_token_ids", "tool_call_parser",
+    "tool_parser_plugin", "tool_strict_level", "trust_request_chat_template", *SAMPLING,
 )  # fmt: skip
-"""Options of ``vllm serve`` that say how chats are rendered, sampled where they do not say, and parsed."""
+"""Options of ``vllm serve`` that say how chats are rendered, sampled and parsed."""
 
 
 def serve_http(
@@ -87,10 +88,8 @@ def serve_http(
     _check_options(options)
     if not engine.is_running:
         raise RuntimeError("serve_http: the engine is not running: start it first")
-    sampled = {
-        name: options.pop(name) for name in ("generation_config", "override_generation_config") if name in options
-    }
-    arguments: Mapping[str, Any] = {**getattr(engine, "engine_args", {}), **sampled}
+    arguments: dict[str, Any] = dict(getattr(engine, "engine_args", {}))
+    arguments.update((name, options.pop(name)) for name in SAMPLING if name in options)
     path = os.fspath(model if model is not None else arguments.get("model") or "")
     if not path:
         raise ValueError("this engine names no model: pass model=, a folder with its configuration and tokenizer")

@@ -959,7 +959,8 @@ def register() -> None:
     # kernels in bfloat16 have them and do not ask; a model's large products ask through oneDNN, a small model's do not.
     torch.cpu._init_amx()
     if not HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False:
-        _extend(type(current_platform))
+        platform: Any = type(current_platform)
+        _extend(platform)
 
 
 @functools.cache
