@@ -29,7 +29,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train notebooks bench evidence docs docs-check package clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train notebooks bench evidence docs docs-check package release-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -124,6 +124,18 @@ package: venv ## build dist/ (source archive, wheel) and check what is in them, 
 	TORCHRL_MOE_DIST=$(CURDIR)/dist $(PYTEST) -q -m "soak or not soak" test/test_package.py $(ARGS)
 	rm -rf build *.egg-info
 	ls dist/*
+
+release-check: venv ## all that a release needs, from the quickest to the slowest; stops at the first that fails
+	@version=$$($(VENV) -c 'import torchrl_moe; print(torchrl_moe.__version__)')
+	git diff --quiet HEAD || { echo "make release-check: there are changes that are not committed" >&2; exit 1; }
+	grep -qE "^## \[$$version\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$" CHANGELOG.md ||
+	    { echo "make release-check: CHANGELOG.md has no '## [$$version] - DATE' (torchrl_moe/__init__.py)" >&2; exit 1; }
+	grep -qx "version: $$version" CITATION.cff ||
+	    { echo "make release-check: CITATION.cff has another version than $$version" >&2; exit 1; }
+	for target in lint compat docs-check package test notebooks install-check parity soak; do
+	    echo "make release-check: $$target"
+	    $(MAKE) $$target
+	done
 
 clean: ## remove caches and build outputs; the environments and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build docs/notebooks

@@ -30,6 +30,7 @@ SETTINGS = FOLDER / "notebooks.toml"
 MOST_BYTES, MOST_SECONDS = 400_000, 240
 INSTALL, VARIES = "install", "form-varies"
 """Tags of cells: the one that installs; one whose text has another form in each run (sampled answers, say)."""
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
 PROGRESS = "application/vnd.jupyter.widget-view+json"
 PLACE = re.compile(r"(?<![\w.:/])/(?:builds?|home|mnt|opt|root|srv|tmp|usr|var|work|Users)/[\w.-]+")
 NUMBER = re.compile(r"0x[0-9a-f]+|(?<=\dx)\d+|(?<![A-Za-z_\d])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|\bnan\b", re.IGNORECASE)
@@ -113,7 +114,7 @@ def with_head(notebook: NotebookNode, name: str, settings: Settings) -> Notebook
 
 
 def cleaned(notebook: NotebookNode) -> NotebookNode:
-    """Return a notebook without what only one run has: times, progress bars, the machine's Python."""
+    """Return a notebook without a terminal's codes, and without what only one run has: times, bars, its Python."""
     notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
     notebook.metadata = nbformat.from_dict(
         {
@@ -129,6 +130,8 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
                 for output in cell.outputs
                 if PROGRESS not in output.get("data", {}) and not RESTART.match(output.get("text", ""))
             ]
+            for kind in [output.data for output in cell.outputs if "text/plain" in output.get("data", {})]:
+                kind["text/plain"] = STYLE.sub("", kind["text/plain"])  # beside HTML, which has the colors
     return notebook
 
 
@@ -147,7 +150,7 @@ def problems(notebook: NotebookNode, name: str, settings: Settings, folder: Path
     if not cells[-1].source.startswith("## What to read next\n"):
         yield "the last cell must begin with '## What to read next'"
     if cleaned(notebook) != notebook:
-        yield f"it stores times, progress bars or another kernel: {HOW}"
+        yield f"it stores times, progress bars, codes of a terminal or another kernel: {HOW}"
     code = [cell for cell in cells if cell.cell_type == "code"]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         yield f"it was not run from its first to its last cell: {HOW}"
