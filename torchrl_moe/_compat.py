@@ -141,9 +141,12 @@ def keep_prefix_cache_with_latents() -> None:
     """Have vLLM's CPU platform leave the prefix cache on for models with latent attention (MLA). Idempotent.
 
     Its kernel for CPUs without AMX cannot continue from a cached prefix, so it turns the cache off, without which vLLM
-    records no routes. Here the cache stays, and requests do not read it: see :func:`reads_prefix_cache`.
+    records no routes. Here the cache stays, and requests do not read it: see :func:`reads_prefix_cache`. That kernel is
+    also taken for float32, where vLLM takes the one for AMX, which has none (0.32).
     """
+    import torch
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     platform = type(current_platform)
     update = platform.check_and_update_config
@@ -153,6 +156,9 @@ def keep_prefix_cache_with_latents() -> None:
     # vLLM's own decision is made, and taken back only where it was about this kernel
     def update_and_keep(config: VllmConfig) -> None:
         asked = config.cache_config.enable_prefix_caching
+        model, attention = config.model_config, config.attention_config
+        if model is not None and model.use_mla and model.dtype == torch.float32 and attention.backend is None:
+            attention.backend = AttentionBackendEnum.CPU_MLA
         update(config)
         if not reads_prefix_cache(config):
             config.cache_config.enable_prefix_caching = asked

@@ -556,12 +556,15 @@ def test_a_text_in_a_row_is_shown_as_it_is(fleet: FakeFleet, tmp_path: Path) -> 
             raise ValueError("no number in <it>")
         return float(completion_ids[0] % 7)
 
+    line = reward.__code__.co_firstlineno + 2
+
     config = fake_config(tmp_path, 1)
     config.rollout.max_failures = 8
     with fake_run(fleet, config, rewards=reward) as trainer:
         trainer.train()
         (row,) = trainer.record.rows
         assert row["failures"] >= 1 and "no number in <it>" in row["first_failure"]
+        assert row["first_failure"].endswith(f"in the reward function 'reward' (test_grpo_trainer.py:{line})")
         assert "no number in &lt;it&gt;" in trainer._repr_html_()
 
 

@@ -287,7 +287,7 @@ class CollectionStats:
         """Count a group that failed."""
         self.failures += 1
         if self.first_failure is None:
-            self.first_failure = f"at prompt {prompt.position} ({prompt.excerpt}): {error!r:.500}"
+            self.first_failure = f"at prompt {prompt.position} ({prompt.excerpt}): {_told(error)}"
 
     def completed(self, group: Group) -> None:
         """Count a group that may be trained on."""
@@ -599,7 +599,9 @@ class Rollouts:
             return
         prompt = group.prompt
         self._stats.failed(prompt, error)
-        LOG.warning("group %d failed at prompt %d (%s): %r", group.number, prompt.position, prompt.excerpt, error)
+        LOG.warning(
+            "group %d failed at prompt %d (%s): %s", group.number, prompt.position, prompt.excerpt, _told(error)
+        )
         error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
         self._drop(group, "reward_timeout" if isinstance(error, EnvironmentTimeoutError) else "failed")
         most = self._settings.max_failures
@@ -712,6 +714,11 @@ class Rollouts:
             f"{self.schedule.ready_groups} are ready, {self.schedule.groups_per_batch} make a batch; "
             f"{self._stats.in_flight} answers are being generated; {self._engine.replica_table!r}"
         )
+
+
+def _told(error: Exception) -> str:
+    """An error with its notes, which say in what it was raised."""
+    return "; ".join([f"{error!r:.500}", *getattr(error, "__notes__", ())])
 
 
 def _sets_signals(error: BaseException | None) -> bool:

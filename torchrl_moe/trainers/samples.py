@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import statistics
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -217,7 +218,7 @@ class _Function:
                 raise
             if not isinstance(error, Exception):  # generated code may call exit()
                 raise RuntimeError(f"{self} raised {error!r}") from error
-            error.add_note(f"in {self}")
+            error.add_note(f"in {self} ({_place(error, self._call)})")
             raise
         return self._number(self._only(value) if self._takes_lists else value)
 
@@ -250,6 +251,15 @@ class _Function:
         if number is None:
             raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
         return finite(number, str(self))
+
+
+def _place(error: Exception, function: object) -> str:
+    """Where an error was raised: the last line of the function's own file, or of all."""
+    own = getattr(getattr(function, "__code__", None), "co_filename", None)
+    raised = [error, *([error.__cause__] if error.__cause__ else [])]
+    frames = [frame for one in raised for frame in traceback.extract_tb(one.__traceback__)]
+    frame = next((one for one in reversed(frames) if one.filename == own), frames[-1])
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def _is_cancelled() -> bool:
