@@ -142,9 +142,8 @@ def keep_prefix_cache_with_latents() -> None:
 
     Its kernel for CPUs without AMX cannot continue from a cached prefix, so it turns the cache off, without which vLLM
     records no routes. Here the cache stays, and requests do not read it: see :func:`reads_prefix_cache`. That kernel is
-    also taken for float32, where vLLM takes the one for AMX, which has none (0.32).
+    taken on CPUs with AMX, too: vLLM's other one for them has no float32 and drops weights that a reload needs (0.32).
     """
-    import torch
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -157,7 +156,8 @@ def keep_prefix_cache_with_latents() -> None:
     def update_and_keep(config: VllmConfig) -> None:
         asked = config.cache_config.enable_prefix_caching
         model, attention = config.model_config, config.attention_config
-        if model is not None and model.use_mla and model.dtype == torch.float32 and attention.backend is None:
+        is_plain_mla = model is not None and model.use_mla and model.hf_config.model_type != "deepseek_v4"
+        if is_plain_mla and attention.backend is None:
             attention.backend = AttentionBackendEnum.CPU_MLA
         update(config)
         if not reads_prefix_cache(config):

@@ -70,6 +70,6 @@ def test_replay_halves_the_mismatch_of_tokens_whose_routes_differ(
     )
     print(f"k3 of all {kl[0]:.1e} live, {kl[1]:.1e} replayed")
 
-    assert at.sum() > 100
+    assert at.sum() > 50  # enough for a mean; how many differ is the CPU's: AMX rounds otherwise
     assert gaps[0] > 2 * gaps[1]
     assert kl[0] > kl[1]

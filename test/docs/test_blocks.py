@@ -24,7 +24,7 @@ from torchrl_moe.modules import AsyncVLLM
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.+?) -->\n\n?)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
-NEEDS = {"needs Ray": 'backend="ray"', "needs a GPU": "devices=", "needs verifiers": "import verifiers"}
+NEEDS = {"needs Ray": 'backend="ray"', "needs a GPU": "devices=", "needs verifiers": "verifiers"}
 """Why a block does not run -> what it must then hold; files of one's own are another reason."""
 SHARE = 0.85
 """The least share of the blocks that run."""

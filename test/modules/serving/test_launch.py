@@ -57,7 +57,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A folder that looks like a model from outside."""
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     return tmp_path
 
 
