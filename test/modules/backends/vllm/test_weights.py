@@ -541,12 +541,12 @@ def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) ->
         await weights.init("memmap", {"folder": str(tmp_path)})
         engine.reports = [[{"running": True}]]
         stalled = asyncio.create_task(staged(weights, 1))
-        await asyncio.sleep(0.02)
+        while "stage" not in [entry[0] for entry in engine.log]:
+            await asyncio.sleep(0.001)
         engine.begins = [[False], [True]]
         following = asyncio.create_task(staged(weights, 1))
-        await asyncio.sleep(0.02)
-        engine.reports = [[report()]]
         (error,) = await asyncio.wait_for(asyncio.gather(stalled, return_exceptions=True), 60.0)
+        engine.reports = [[report()]]
         return await following, error
 
     WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
