@@ -168,7 +168,7 @@ def keep_prefix_cache_with_latents() -> None:
 
 
 def reads_prefix_cache(config: VllmConfig) -> bool:
-    """Whether requests to an engine may read cached prefixes; false for latent attention on a CPU without AMX."""
+    """Whether requests to an engine may read cached prefixes; false for latent attention on vLLM's plain CPU kernel."""
     model = config.model_config
     is_cpu = config.device_config.device_type == "cpu"
     return not (is_cpu and model is not None and model.use_mla and not config.scheduler_config.enable_chunked_prefill)

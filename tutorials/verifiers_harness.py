@@ -22,6 +22,8 @@ import subprocess
 import sys
 from typing import Any
 
+AGENT = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+
 # -- in this process --------------------------------------------------------------------------------------------------
 
 
@@ -31,8 +33,8 @@ class Verifiers:
     Args:
         name: of a taskset that the other Python can import; ``"ENV+TASKSET"`` names its environment, too.
         python: the Python that has verifiers and the environment.
-        config: fields of its ``EnvConfig``; by default its agent runs on this machine, and runs no code of the model:
-            ``{"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}``.
+        config: fields of its ``EnvConfig``. Without an ``"agent"`` it is :data:`AGENT`: on this machine, running no
+            code of the model. An ``"agent"`` replaces all of that; verifiers' own default has a shell.
 
     Raises:
         RuntimeError: it has no such environment, or did not start.
@@ -40,13 +42,11 @@ class Verifiers:
 
     def __init__(self, name: str, python: str = sys.executable, config: dict[str, Any] | None = None) -> None:
         environment, _, taskset = name.rpartition("+")
-        settings = {
-            **(config or {"agent": {"runtime": {"type": "subprocess"}}}),
-            "id": environment,
-            "taskset": {"id": taskset},
-        }
+        given = config or {}
+        settings = {"agent": AGENT, **given, "id": environment, "taskset": {**given.get("taskset", {}), "id": taskset}}
         # a verifiers environment lists what it can import: not this package, whose releases it does not take
         own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        own["PATH"] = os.path.dirname(os.path.abspath(python)) + os.pathsep + own.get("PATH", "")  # uv is there
         self.process = subprocess.Popen(
             [python, __file__, json.dumps(settings)], stdout=subprocess.PIPE, env=own, text=True, start_new_session=True
         )
@@ -54,6 +54,7 @@ class Verifiers:
         started = json.loads(self.process.stdout.readline() or '{"error": "it ended, what it wrote is above"}')
         if "error" in started:
             raise RuntimeError(f"verifiers environment {name!r} in {python}: {started['error']}")
+        self.harnesses: dict[str, str] = started["harnesses"]  # role -> verifiers' name of what plays it
         self.name, self.url = name, f"http://127.0.0.1:{started['port']}/"
         self.rows: list[dict[str, Any]] = [
             {"prompt": text, "task": place} for place, text in enumerate(started["tasks"])
@@ -95,9 +96,12 @@ async def serve(settings: dict[str, Any]) -> None:
     async def play(request: web.Request) -> web.Response:
         asked = await request.json()
         client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var="OPENAI_API_KEY")
-        episode = await env.run_episode(tasks[asked["task"]], vf.ModelContext(model="policy", client=client))
+        try:
+            episode = await env.run_episode(tasks[asked["task"]], vf.ModelContext(model="policy", client=client))
+        except Exception as error:  # noqa: BLE001  # it becomes the sample's error in the other process
+            return web.json_response({"error": f"{type(error).__name__}: {error}"})
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if errors or not episode.ok:
+        if errors or not episode.ok or not episode.traces:
             said = "; ".join(f"{error.type}: {error.message}" for error in errors)
             return web.json_response({"error": said or "the episode is not ok"})
         return web.json_response({"reward": episode.traces[-1].reward})
@@ -110,7 +114,9 @@ async def serve(settings: dict[str, Any]) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         texts = [task.data.prompt_text for task in tasks]
-        print(json.dumps({"port": runner.addresses[0][1], "tasks": texts}), file=answers, flush=True)
+        harnesses = {name: harness.id for name, harness in env.config.agent_harnesses().items()}
+        started = {"port": runner.addresses[0][1], "tasks": texts, "harnesses": harnesses}
+        print(json.dumps(started), file=answers, flush=True)
         await asyncio.Event().wait()
 
 

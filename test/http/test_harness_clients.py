@@ -160,6 +160,7 @@ def test_a_verifiers_environment_plays_in_a_collector(engine: AsyncVLLM, shelf: 
     tokenizer = AutoTokenizer.from_pretrained(shelf.folder("qwen3_moe"))
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 8})
     with verifiers("sums", python) as harness:
+        assert harness.harnesses == {"agent": "null"}  # which runs no code of the model
         assert [row["prompt"] for row in harness.rows] == ["0+1=", "1+1=", "2+1="]
         env = HarnessEnv(harness, serve_options={"tool_call_parser": "hermes"})
         collector = AsyncLLMCollector(
