@@ -125,14 +125,14 @@ package: venv ## build dist/ (source archive, wheel) and check what is in them, 
 	rm -rf build *.egg-info
 	ls dist/*
 
-release-check: venv ## all that a release needs, from the quickest to the slowest; stops at the first that fails
+release-check: venv ## what a release needs; stops at the first that fails, and leaves dist/ of this commit
 	@version=$$($(VENV) -c 'import torchrl_moe; print(torchrl_moe.__version__)')
-	git diff --quiet HEAD || { echo "make release-check: there are changes that are not committed" >&2; exit 1; }
-	grep -qE "^## \[$$version\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$" CHANGELOG.md ||
+	[ -z "$$(git status --porcelain)" ] || { echo "make release-check: not all is committed" >&2; exit 1; }
+	grep -qE "^## \[$${version//./\\.}\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$" CHANGELOG.md ||
 	    { echo "make release-check: CHANGELOG.md has no '## [$$version] - DATE' (torchrl_moe/__init__.py)" >&2; exit 1; }
-	grep -qx "version: $$version" CITATION.cff ||
+	grep -qxF "version: $$version" CITATION.cff ||
 	    { echo "make release-check: CITATION.cff has another version than $$version" >&2; exit 1; }
-	for target in lint compat docs-check package test notebooks install-check parity soak; do
+	for target in lint compat docs-check test notebooks parity soak faults mutants package; do
 	    echo "make release-check: $$target"
 	    $(MAKE) $$target
 	done

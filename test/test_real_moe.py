@@ -143,3 +143,24 @@ def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
     data = [([3, 4, 10 + place % 2, 2], 2) for place in range(8)]
     first = warm.train(model, data, 1, 8, 1e-2)
     assert warm.train(model, data, 60, 8, 1e-2) < first / 2
+
+
+def test_the_tables_of_mismatch() -> None:
+    mismatch = script("mismatch")
+    zeros, experts = torch.zeros(128), torch.zeros(128, 2, 1, dtype=torch.long)
+    other = experts.clone()
+    other[:32, 1] = 1  # in the second of two layers, for the first 32 tokens
+    live = zeros.clone()
+    live[:64] = 0.01
+    answers = [
+        mismatch.Answer(engine=zeros, live=live, replayed=zeros, theirs=experts, ours=other),
+        mismatch.Answer(engine=zeros, live=zeros, replayed=zeros, theirs=experts, ours=experts),
+    ]
+    # 32 of 2 x 64 x 2 rows; |0.01| in half of the tokens; exp(0.01) - 1 - 0.01 = 5.0167e-5
+    assert mismatch.by_place(answers)[1:] == [
+        "0-64 | 128 | 12.50% | 0.005 | 0 | 0.01 | 0 | 2.5e-05 | 0",
+        "64-128 | 128 | 0.00% | 0 | 0 | 0 | 0 | 0 | 0",
+    ]
+    # log-ratios 0.64 and 0: rms 0.64 / sqrt(2); weights exp(0.64) = 1.8965 and 1: (1.8965 + 1)^2 / (3.5967 + 1) / 2
+    assert mismatch.by_length(answers)[1:] == ["64 | 2 | 0.45 | 0 | 91% | 100%", "128 | 2 | 0.45 | 0 | 91% | 100%"]
+    assert mismatch.by_layer(answers).endswith("(%): 0 12")

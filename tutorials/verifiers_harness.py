@@ -121,7 +121,8 @@ async def serve(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    answers, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is not ours
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an environment and its programs print is not read
     try:
         asyncio.run(serve(json.loads(sys.argv[1])))
     except (Exception, SystemExit) as error:

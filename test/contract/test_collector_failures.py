@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -124,6 +125,22 @@ def test_a_failure_beyond_those_that_are_borne_is_raised(collect: Collect, case:
     with pytest.raises(Exception, match=None) as caught:
         next(iter(collect(env, groups_per_batch=2, max_staleness=0)))
     assert words in repr(caught.value) and "at prompt 1: query='q1'" in caught.value.__notes__
+
+
+def test_an_error_that_is_raised_again_names_the_prompt_at_which_it_ended_the_collection(collect: Collect) -> None:
+    shared = ZeroDivisionError("again")
+
+    async def episode(data: TensorDictBase, ask: Any) -> float:
+        await ask(data["query"])
+        if data["query"] in ("q1", "q3"):
+            raise shared
+        return 1.0
+
+    collector = collect(episode, groups_per_batch=1, order="fifo", max_failures=1, max_staleness=0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(islice(collector, 4))
+    assert caught.value.__notes__ == ["at prompt 3: query='q3'"]
+    assert collector.first_failure == "at prompt 1 (query='q1'): ZeroDivisionError('again')"
 
 
 def test_a_sample_that_is_left_out_is_counted(collect: Collect) -> None:

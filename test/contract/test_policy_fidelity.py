@@ -21,7 +21,7 @@ from torchrl_moe.objectives import MismatchMetrics
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 DEEP = {"num_hidden_layers": 6, "num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 128}
-PROMPTS, PROMPT_TOKENS, NEW = 16, 8, 24
+PROMPTS, PROMPT_TOKENS, NEW = 16, 8, 40
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_replay_halves_the_mismatch_of_tokens_whose_routes_differ(
     )
     print(f"k3 of all {kl[0]:.1e} live, {kl[1]:.1e} replayed")
 
-    assert at.sum() > 50  # enough for a mean; how many differ is the CPU's: AMX rounds otherwise
+    assert at.sum() > 100
     assert gaps[0] > 2 * gaps[1]
     assert kl[0] > kl[1]

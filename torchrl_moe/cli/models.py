@@ -85,7 +85,8 @@ def check_served(source: str, arguments: Mapping[str, object]) -> None:
     check_weights_of(source)
     from torchrl_moe.modules.backends.checkpoint import check_tokenizer
 
-    check_tokenizer(source, arguments.get("tokenizer"))
+    if not arguments.get("skip_tokenizer_init"):
+        check_tokenizer(source, arguments.get("tokenizer"))
 
 
 def check_experts(name: str, config: PreTrainedConfig) -> None:

@@ -602,12 +602,12 @@ class Rollouts:
         LOG.warning(
             "group %d failed at prompt %d (%s): %s", group.number, prompt.position, prompt.excerpt, _told(error)
         )
-        error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
         self._drop(group, "reward_timeout" if isinstance(error, EnvironmentTimeoutError) else "failed")
         most = self._settings.max_failures
         if not self._has_completed:  # a reward with a mistake in it fails at every prompt
             most = min(most, max(FIRST_FAILURES, self._settings.groups_per_batch))
         if self._stats.failures > most:
+            error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
             self.fail(error)
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -717,8 +717,8 @@ class Rollouts:
 
 
 def _told(error: Exception) -> str:
-    """An error with its notes, which say in what it was raised."""
-    return "; ".join([f"{error!r:.500}", *getattr(error, "__notes__", ())])
+    """An error with its notes, which say in what it was raised; one that is raised again has them again."""
+    return "; ".join([f"{error!r:.500}", *dict.fromkeys(getattr(error, "__notes__", ()))])
 
 
 def _sets_signals(error: BaseException | None) -> bool:

@@ -61,8 +61,8 @@ class HarnessEnv(Workflow):
         run: an async function. It runs in the collector's event loop, beside others: blocking code belongs in
             ``asyncio.to_thread``, a program in :func:`run_process`.
         server: serves the policy's engine; default: one that is started with the first sample, and ends with the
-            collector. It calls the model ``"policy"``, samples as the policy does what a request leaves out, and cuts
-            each answer at the policy's ``max_new_tokens``.
+            collector. It calls the model ``"policy"``, samples what a request leaves out as the policy of the first
+            sample does, and cuts each answer at that policy's ``max_new_tokens``.
         serve_options: of that default, see :func:`~torchrl_moe.http.serve_http`.
         deadline: seconds that one ``run`` may take in all; ``None`` for no limit.
         sampling_params: go before those of the harness, which may not know that it trains, ``{"temperature": 1.0}``.
