@@ -34,8 +34,12 @@ def examples(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[tu
             raise SystemExit(
                 f"a question of {row.get('task', 'the data')} has no answer to learn from: {row['prompt']}"
             )
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
-        answer = tokenizer(str(row["answer"]), add_special_tokens=False)["input_ids"]
+        asked, answer = row["prompt"], str(row["answer"])
+        if isinstance(asked, str):  # of chat=false: the answer continues the text
+            prompt, answer = tokenizer(asked)["input_ids"], f" {answer}"
+        else:
+            prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        answer = tokenizer(answer, add_special_tokens=False)["input_ids"]
         found.append(([*prompt, *answer, tokenizer.eos_token_id], len(prompt)))
     return found
 
