@@ -115,8 +115,9 @@ def restore_docstring(_: Sphinx, what: str, _name: str, obj: Any, __: Any, lines
 def constant(name: str) -> list[str]:
     """Return the entry of a name that is neither class nor function: Sphinx looks for its docstring in the room."""
     for module in [module for module in sys.modules if module.startswith("torchrl_moe.")]:
-        if name in getattr(sys.modules[module], "__all__", []) and not hasattr(sys.modules[module], "__path__"):
-            docstring = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name), [])
+        if not hasattr(sys.modules[module], name) or hasattr(sys.modules[module], "__path__"):
+            continue
+        if docstring := ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name)):
             return [f".. py:data:: {name}", "", *(f"   {line}" for line in docstring), ""]
     return []
 

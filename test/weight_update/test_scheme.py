@@ -37,13 +37,9 @@ GLOO = {"transport": "gloo"}
         ({"transport": "nccl", "num_buffers": 0}, "num_buffers must be an integer of at least 1, or None, got 0"),
         ({"transport": "nccl", "device": "cpu"}, "device='cpu': transport='nccl' sends from a GPU"),
         ({"transport": "nccl", "lora": "adapter"}, "transport='nccl' has no meaning with lora='adapter'"),
-        ({"fan_out": 2}, "fan_out=2 is gone: with transport='gloo' the trainer sends to each replica by itself"),
         ({"mode": "abort"}, "mode must be one of 'hot_swap', 'drain', 'abort_resume', got 'abort'"),
-        ({"stage": "fast"}, "stage must be one of 'auto', 'plain', got 'fast'"),
-        ({"stage": "shadow"}, "stage='shadow' is gone: only an engine on a CPU, without compilation, could"),
         ({"verify": True}, "verify must be one of 'digest', 'canary', 'off', got True"),
         ({"prefetch": 0}, "prefetch must be at least 1 thread, got 0"),
-        ({"layout": "files"}, "layout must be one of None, 'slots', 'versions', got 'files'"),
         ({"delta": 1}, "delta, unless True or False, must be one of 'auto', got 1"),
         ({"delta": True, **GLOO}, "delta=True needs transport='memmap': 'gloo' sends whole versions"),
         ({"fsync": 1}, "fsync must be True or False, got 1"),
@@ -206,8 +202,3 @@ def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: P
     assert [scheme.options.store.delta for scheme in (own, disk, gloo)] == [False, not is_in_memory(tmp_path), False]
     own.shutdown()
     assert VLLMWeightSyncScheme(folder="/dev/shm/a/b", delta=True).options.store.delta
-
-
-@pytest.mark.parametrize("layout", ["slots", "versions"])
-def test_the_layout_of_earlier_releases_is_taken_and_means_nothing(tmp_path: Path, layout: Any) -> None:
-    assert VLLMWeightSyncScheme(folder=tmp_path, layout=layout).options == VLLMWeightSyncScheme(folder=tmp_path).options

@@ -19,8 +19,6 @@ from torchrl_moe.cli.models import (
 from torchrl_moe.cli.probe import PROMPTS
 from torchrl_moe.cli.services import DTYPES, add_engine_arguments, check_engine, engine_arguments, started
 
-__all__ = ["COMMAND"]
-
 MOST_TOKENS = 256
 """Beyond these a prompt is cut: the outputs of all layers are copied."""
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TextIO, TypeVar
 
-__all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "NamedStream", "Output", "listing", "note"]
-
 FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is well; a problem was found, or the command failed midway; invalid use; Ctrl-C."""
 

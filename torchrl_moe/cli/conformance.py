@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.adapter import EngineAdapter
     from torchrl_moe.testing.conformance.checks import Check
 
-__all__ = ["COMMAND", "adapter_by_name"]
-
 GENERATE = "generate(prompts, sampling, request_ids)"
 
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
     from torchrl_moe.modules.policies.probe import DtypeGap
 
-__all__ = ["COMMAND", "GB", "TESTED", "Machine", "Package", "Place", "Problem", "installed_packages"]
-
-
 # What the machine has: cores, memory, disk, shared memory, GPUs.
 GB = 1e9
 SHARED_MEMORY = "/dev/shm"

@@ -10,8 +10,6 @@ from pathlib import Path
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output
 from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source
 
-__all__ = ["COMMAND"]
-
 SMALL = """\
 model: # a tiny Mixture of Experts, made when the run starts: it half knows sums of one digit
   source: torchrl_moe.testing.tiny_moe:practised_tiny_moe # your own: a folder or a hub name, and no arguments

@@ -20,8 +20,6 @@ from torchrl_moe.cli import services as top
 from torchrl_moe.cli.command import BAD_USE, FINE, INTERRUPTED, Command, NamedStream, Output
 from torchrl_moe.cli.models import STDOUT, explain
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: tuple[Command, ...] = (
     init.COMMAND, doctor.COMMAND, probe.COMMAND, bisect.COMMAND, serve.COMMAND, top.COMMAND, train.COMMAND,
     conformance.COMMAND,

@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = [
-    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_experts", "check_same_shape", "check_served",
-    "check_source", "check_trainer", "check_weights_of", "config_of", "explain", "is_tiny", "load", "missing_extra",
-    "model_folder", "try_replay",
-]  # fmt: skip
-
 TINY = "tiny"
 TINY_SIZES: dict[str, Any] = {
     "num_hidden_layers": 8,

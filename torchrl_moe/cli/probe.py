@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torchrl_moe.modules.policies.probe import LiveScores
     from torchrl_moe.objectives import MismatchMetrics
 
-__all__ = ["COMMAND", "PROMPTS", "read_prompts"]
-
 PROMPTS = (
     "What is 17 * 23? Think step by step.",
     "Write a Python function that reverses a linked list.",

@@ -11,8 +11,6 @@ from torchrl_moe.modules.policies.probe import Causes, DtypeGap, gaps_table, rou
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
 from torchrl_moe.render.tables import plain_table
 
-__all__ = ["Figures", "ProbeResult"]
-
 LAYER = "routing/agreement/layer_"
 ROUNDING = 1e-5
 """A mean difference of log-probs below this is rounding in float32: the two compute the same function."""

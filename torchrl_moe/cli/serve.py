@@ -12,8 +12,6 @@ from torchrl_moe.cli.command import FINE, BadUse, Command, Output, note
 from torchrl_moe.cli.models import MODEL_HELP, TINY, check_served, is_tiny, model_folder
 from torchrl_moe.cli.services import add_engine_arg, check_engine, engine_arguments
 
-__all__ = ["COMMAND"]
-
 KEY_VARIABLE = "TORCHRL_MOE_API_KEY"
 
 

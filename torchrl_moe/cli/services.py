@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules import AsyncVLLM
 
-__all__ = [
-    "COMMAND", "DTYPES", "ENGINES", "Exported", "LocalDriver", "Service", "add_engine_arg", "add_engine_arguments",
-    "check_engine", "check_installed", "connected", "engine_arguments", "local_drivers", "started", "table",
-]  # fmt: skip
-
 TITLE = "torchrl_moe::"
 MODULES = "torchrl_moe.modules.backends."
 PREFIX = "torchrl_moe_replica_"

@@ -18,8 +18,6 @@ from torchrl_moe.cli.services import check_installed
 if TYPE_CHECKING:
     from torchrl_moe.trainers.config import GRPOConfig
 
-__all__ = ["COMMAND", "configurations", "export", "run"]
-
 DEFAULT = "tiny_cpu"
 
 

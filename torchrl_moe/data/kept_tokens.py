@@ -19,8 +19,6 @@ from torchrl_moe.data.routed_experts import refuse_casts
 from torchrl_moe.render.routes import kept_rows
 from torchrl_moe.render.tables import html_table
 
-__all__ = ["KeptTokens", "dense_mask", "select_rows"]
-
 UNSET_ID = -1
 NOTHING = torch.zeros(0, dtype=torch.int32)
 

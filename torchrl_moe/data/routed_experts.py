@@ -22,8 +22,6 @@ from torchrl_moe import _checks
 from torchrl_moe.data.routing_layout import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.errors import RouteShapeError, RouteValueError
 
-__all__ = ["UNSET_EXPERT", "RoutedExperts", "refuse_casts", "routes_from_vllm"]
-
 P = ParamSpec("P")
 T = TypeVar("T", bound=TensorDictBase | None)
 

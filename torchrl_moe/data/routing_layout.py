@@ -17,8 +17,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["UNSET_EXPERT", "RoutingLayout"]
-
 UNSET_EXPERT = -1
 """Marks an unknown route. Expert 0 is a real expert, so zero never means missing."""
 MOST_LAYERS = 1 << 16

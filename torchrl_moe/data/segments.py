@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["first_writer_wins", "num_segments", "shared_prefix", "worst_resume"]
-
 RESUMES = ("none", "forced", "live")
 """How later parts of an answer may read the earlier ones again, best first."""
 

@@ -48,8 +48,6 @@ from torchrl_moe.errors import EngineError, SessionError, TorchRLMoEError
 from torchrl_moe.http.engine_client import CALL, Call, NamedTokens, ServiceClient, http_error
 from torchrl_moe.http.sessions import Limits, SessionStore
 
-__all__ = ["Door", "server_arguments"]
-
 LOG = logging.getLogger(__name__)
 Message: TypeAlias = "dict[str, Any]"
 Scope: TypeAlias = "dict[str, Any]"

@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from torchrl_moe.http.sessions import Session
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["CALL", "Call", "NamedTokens", "ServiceClient", "frontend_config", "http_error"]
-
-
 # -- one call, beside what vLLM's handlers pass on --------------------------------------------------------------------
 
 

@@ -33,8 +33,6 @@ from torchrl_moe.modules.policies.prompts import Prompts, text_entry
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 
-__all__ = ["HarnessEnv", "run_process"]
-
 LOG = logging.getLogger(__name__)
 MODEL = "policy"
 SAMPLING = {"max_tokens": "max_new_tokens", **{name: name for name in ("temperature", "top_k", "top_p", "min_p")}}

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from torchrl_moe.http.sessions import Session
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["HttpServer", "check_address", "serve_http"]
-
 LOG = logging.getLogger(__name__)
 SAMPLING = ("generation_config", "override_generation_config")
 """Options that say how a request samples that does not."""

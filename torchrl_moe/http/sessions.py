@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Limits", "Session", "SessionStore"]
-
 Message: TypeAlias = Mapping[str, Any]
 REASONING = ("reasoning", "reasoning_content")
 """Entries of a message that clients may leave out when they send it back: OpenAI's API has no place for them."""

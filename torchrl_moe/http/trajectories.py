@@ -22,8 +22,6 @@ from torchrl_moe.http.tree import NO_VERSION, Answer, Node
 from torchrl_moe.modules.backends.replica import leaves_ids_out
 from torchrl_moe.modules.policies.rollout import CHANGES_NOTHING, SAMPLING, sampling_entry
 
-__all__ = ["load_trajectories", "to_safetensors", "trajectories_of"]
-
 CLASSES: Mapping[tuple[str, ...], type[TensorClass]] = {
     ("tokens",): Tokens,
     ("masks",): Masks,

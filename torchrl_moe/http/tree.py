@@ -21,8 +21,6 @@ from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import worst_resume
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
 
-__all__ = ["Answer", "Ids", "Node", "Place", "Rows", "TokenTree"]
-
 Ids: TypeAlias = NDArray[np.int32]
 Rows: TypeAlias = NDArray[np.integer[Any]]
 """Routes ``[T, L, K]``, as those of :class:`~torchrl_moe.data.RoutedExperts`."""

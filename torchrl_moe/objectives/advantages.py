@@ -19,8 +19,6 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_moe import _checks
 
-__all__ = ["DrGRPOAdvantage", "GRPOAdvantage", "GroupAdvantage", "RLOOAdvantage", "ReinforcePlusPlusAdvantage"]
-
 EPSILON = 1e-6
 GROUP_KEY, PROMPT_KEY = "group_id", "query"
 

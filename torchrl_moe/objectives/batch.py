@@ -23,20 +23,6 @@ from torchrl.objectives import LossModule
 from torchrl_moe import _checks
 from torchrl_moe.errors import MissingEntryError
 
-__all__ = [
-    "LossInputs",
-    "LossKeys",
-    "Masking",
-    "ScoringActor",
-    "TokenBatch",
-    "TokenReader",
-    "TokenScores",
-    "check_actor",
-    "check_choice",
-    "score_reference",
-    "score_tokens",
-]
-
 Masking: TypeAlias = Literal["sft", "rlhf", "generic"]
 
 

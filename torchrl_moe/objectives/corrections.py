@@ -59,9 +59,6 @@ from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.batch import TokenBatch
 from torchrl_moe.objectives.functional import select
 
-__all__ = ["Correction", "Corrections", "PolicyRatios", "Proximal", "Thresholds", "policy_ratios"]
-
-
 # The policies of a batch side by side: trained, sampling, and proximal if there is one.
 #
 # The decoupled objective (arXiv 2110.00641; for language models arXiv 2505.24298) centres the trust region on a

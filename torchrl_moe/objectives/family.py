@@ -13,9 +13,6 @@ from torchrl_moe.objectives.batch import check_choice
 from torchrl_moe.objectives.corrections import PolicyRatios
 from torchrl_moe.objectives.grpo import CISPOLossOutput, DAPOLossOutput, GRPOLoss, LLMLossOutput
 
-__all__ = ["DAPO", "CISPOLoss", "DPPOLoss", "GSPOLoss", "SAPOLoss"]
-
-
 # ``CISPOLoss``: clips the importance weight, and lets no gradient flow through it.
 
 

@@ -41,9 +41,6 @@ from torchrl_moe.objectives.corrections import (
 from torchrl_moe.objectives.moe_router import MoERouterLoss
 from torchrl_moe.ops.divergence import masked_mean
 
-__all__ = ["CISPOLossOutput", "DAPOLossOutput", "GRPOLoss", "GRPOLossOutput", "LLMLossOutput", "sum_over_ranks"]
-
-
 # The outputs of the losses. Each loss names its class as ``output_type``, as TorchRL's losses do.
 
 

@@ -16,19 +16,6 @@ from torch import Tensor
 from torchrl_moe import _checks
 from torchrl_moe.ops.divergence import masked_mean
 
-__all__ = [
-    "Scoring",
-    "choice_counts",
-    "known_rows",
-    "load_balancing_loss",
-    "load_entropy",
-    "load_share",
-    "max_load",
-    "recorded_counts",
-    "router_layers",
-    "z_loss",
-]
-
 Scoring: TypeAlias = Literal["softmax", "sigmoid"]
 
 

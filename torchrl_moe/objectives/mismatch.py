@@ -19,8 +19,6 @@ from torchrl_moe.objectives.batch import Masking, TokenReader, check_choice
 from torchrl_moe.ops.divergence import extreme_fraction, k1, k3, masked_mean
 from torchrl_moe.render.tables import html_table, number_text
 
-__all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
-
 logger = logging.getLogger(__name__)
 
 SHOWN = ("k3", "dlogp_mean", "extreme_fraction", "ess")

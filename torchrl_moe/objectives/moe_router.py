@@ -16,8 +16,6 @@ from torchrl_moe import _checks
 from torchrl_moe.objectives import load_balancing as balance
 from torchrl_moe.objectives.batch import TokenReader, check_choice
 
-__all__ = ["MoERouterLoss", "MoERouterLossOutput"]
-
 
 class MoERouterLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
     """What the loss returns: ``loss_*`` are to be summed, the others are detached. Layers without a router are NaN."""

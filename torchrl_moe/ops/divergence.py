@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchrl_moe import _checks
 
-__all__ = ["LOG_RATIO_LIMIT", "bounded_log_ratio", "extreme_fraction", "k1", "k2", "k3", "masked_mean"]
-
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut to this range: beyond it, ``exp`` is useless to a loss, and soon infinite."""
 

@@ -25,20 +25,6 @@ from torchrl_moe import _checks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Gradients",
-    "LeftOut",
-    "LinearHead",
-    "RowScores",
-    "RowVocabularies",
-    "VocabShard",
-    "backward_tiles",
-    "forward_tiles",
-    "join",
-    "own_part",
-]
-
-
 # The token ids that each row's softmax runs over, and their places in the tiles of a head.
 #
 # The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.

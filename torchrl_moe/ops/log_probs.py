@@ -27,8 +27,6 @@ from torchrl_moe.ops.linear_head import (
     own_part,
 )
 
-__all__ = ["LogitTransform", "selected_log_probs"]
-
 # Memory of the tiles of one step: on a CPU they fit into the cache, on a GPU they keep it busy.
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
 # Tiles that exist at the same time: logits, probabilities, and a gradient or their product.

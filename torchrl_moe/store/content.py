@@ -24,26 +24,6 @@ from torch import Tensor
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.store.manifest import GAP_BYTES, Manifest, TensorEntry, TensorKind
 
-__all__ = [
-    "PIECE_BYTES",
-    "SAFETENSORS",
-    "Bytes",
-    "Identity",
-    "Image",
-    "MappedFile",
-    "check_digest",
-    "header_of",
-    "identity_of",
-    "is_finite",
-    "lay_out",
-    "manifest_of",
-    "not_published",
-    "patch",
-    "pieces_of",
-    "read_header",
-    "send",
-]
-
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 Identity = tuple[int, int, int]  # of a file: device, inode, bytes

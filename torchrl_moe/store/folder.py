@@ -20,23 +20,6 @@ import psutil
 
 from torchrl_moe.errors import TorchRLMoEError, WeightSyncError
 
-__all__ = [
-    "LOCK",
-    "PIN_SECONDS",
-    "WriterLock",
-    "at_end",
-    "available_memory",
-    "check_room",
-    "is_in_memory",
-    "naming_full_disks",
-    "naming_the_folder",
-    "own_folder",
-    "pinned",
-    "pinned_versions",
-    "replace_text",
-]
-
-
 # How much memory a process may still allocate before it is killed: the host's free memory, or a container's limit.
 
 

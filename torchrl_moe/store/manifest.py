@@ -26,8 +26,6 @@ import xxhash
 
 from torchrl_moe.errors import ManifestMismatch
 
-__all__ = ["Manifest", "TensorEntry", "TensorKind", "check_tensors", "dtype_name", "yield_interpreter"]
-
 TensorKind = tuple[torch.dtype, torch.Size]
 FORMAT = "4"
 PATCH = "patch"  # the one array of a patch, as safetensors sees it

@@ -28,8 +28,6 @@ from torchrl_moe.store.folder import pinned
 from torchrl_moe.store.manifest import Manifest, TensorEntry, in_lines
 from torchrl_moe.store.writer import bytes_path, newest_stable, version_path, version_paths
 
-__all__ = ["ADAPTER_FILES", "VersionTensors", "WeightStoreReader", "adapter_tensors", "copy_adapter"]
-
 START_BYTES = 64
 
 

@@ -41,8 +41,6 @@ from torchrl_moe.store.folder import (
 )
 from torchrl_moe.store.manifest import Manifest, TensorEntry, TensorKind, dtype_name
 
-__all__ = ["WeightStoreWriter", "bytes_path", "newest_stable", "version_path", "version_paths"]
-
 STABLE = "STABLE"
 VERSION, BYTES = "v", "bytes-of-v"  # files of versions, and of older ones that newer ones are patches of
 DRAFT = ".tmp-"  # in names of files that are being written

@@ -13,8 +13,6 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "NUM_BYTES", "SPECIAL_TOKENS", "ByteTokenizer"]
-
 NUM_BYTES = 256
 """Ids below this are the bytes themselves."""
 

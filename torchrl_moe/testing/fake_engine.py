@@ -48,9 +48,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Verb: TypeAlias = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
-__all__ = ["FakeAsyncVLLM", "FakeReplica", "shift_routes", "shuffle_advantages", "wrong_ids"]
-
-
 # Deliberate faults, as hooks of a training run: a check that notices none of them checks nothing.
 # ``hooks=[torchrl_moe.testing.fake_engine:shift_routes]`` puts one into a run; its trainer is a ``MoEGRPOTrainer``.
 

@@ -24,8 +24,6 @@ from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.continuation import join
 from torchrl_moe.testing.byte_tokenizer import NUM_BYTES, ByteTokenizer
 
-__all__ = ["FakeModel", "Script", "tokens_to_come"]
-
 MAX_TOKENS = 16  # vLLM's default
 Script: TypeAlias = "Callable[[str], str | None]"
 """Returns the answer to a prompt, which then ends its turn; ``None`` leaves it to the model."""

@@ -29,8 +29,6 @@ from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
 from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
-__all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
-
 Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
 FENCE = {"digest"}  # what tests do not look at
 EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}

@@ -29,8 +29,6 @@ from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.replay.interception import TopK
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
-__all__ = ["Noise", "NoisyModel", "without_kept_tokens"]
-
 Quantisation: TypeAlias = Literal["int8", "float8"]
 LEVELS: dict[str, float] = {"int8": 127.0, "float8": 448.0}
 """The largest number that a kind of weights can hold, after scaling; of float8, e4m3's."""

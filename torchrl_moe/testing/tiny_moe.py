@@ -28,8 +28,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, WarmUp, warm_up
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
-__all__ = ["TINY_MOE_FAMILIES", "TinyMoEFamily", "make_tiny_moe", "practised_tiny_moe", "save_tiny_moe"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyMoEFamily:

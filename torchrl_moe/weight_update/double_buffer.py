@@ -29,13 +29,6 @@ from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver
 from torchrl_moe.weight_update.source import Weights, named_tensors
 from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
-__all__ = [
-    "VLLMDoubleBufferSyncScheme",
-    "VLLMDoubleBufferTransport",
-    "VLLMDoubleBufferWeightReceiver",
-    "VLLMDoubleBufferWeightSender",
-]
-
 
 class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     """A weight sync through a directory, with TorchRL's arguments.

@@ -15,18 +15,6 @@ from torch import nn
 from torchrl_moe._checks import check_bool, check_number
 from torchrl_moe.weight_update.transports.base import StageOptions
 
-__all__ = [
-    "Canary",
-    "CollectiveOptions",
-    "Scheme",
-    "SourceOptions",
-    "StoreOptions",
-    "SwapOptions",
-    "SyncOptions",
-    "canary_of",
-    "one_of",
-]
-
 WITH_ADAPTERS: Mapping[str, object] = {
     "dtype": "engine",
     "transport": "memmap",

@@ -39,8 +39,6 @@ from torchrl_moe.weight_update.source import (
     trained_model,
 )
 
-__all__ = ["AdapterPublisher", "Published", "Publisher"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-__all__ = ["ReplicaSync", "SyncReport"]
-
 TIMES = ("fetched", "staged", "waited", "paused", "loaded")
 HEADER = ("replica", *(f"{name} (s)" for name in TIMES), "tries", "outcome")
 SHOWN_REPLICAS = 16

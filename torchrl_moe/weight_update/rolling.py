@@ -39,8 +39,6 @@ from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.transports.base import StageOptions, Transport
 
-__all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
-
 ATTEMPTS = 2
 GIVE_UP_SECONDS = 10.0  # that a replica gets to confirm it
 BAR_SECONDS = 2.0  # until a progress bar appears

@@ -35,8 +35,6 @@ from torchrl_moe.weight_update.options import (
 from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver, VLLMWeightSender
 from torchrl_moe.weight_update.transports.base import StageOptions
 
-__all__ = ["VLLMWeightSyncScheme"]
-
 PREFIX = "torchrl_moe-weights-"
 ORPHAN_SECONDS = 60.0  # a writer makes its file before it locks it
 TRANSPORTS = ("memmap", "gloo", "nccl")
@@ -63,8 +61,6 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             them itself.
         kv: what happens to cached prefixes: ``"salt"`` keeps them for the requests that made them, and each version
             starts an empty prefix cache; ``"recompute"`` drops the KV cache, and frozen requests are computed again.
-        stage: of earlier releases; ``"auto"`` and ``"plain"`` mean the same now: a version is fetched and checked while
-            the engine serves, and loaded during the pause. ``"shadow"`` is gone.
         rolling: how many replicas, or which share of them, are swapped at the same time; at least one.
         min_serving: how many replicas, or which share of them, must hold the new version for an update to succeed
             (default: nine of ten, and at least one), and must serve meanwhile (default: all but ``rolling``; one may
@@ -75,7 +71,6 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             ``"off"``: neither. In every case the engine must generate a token with a finite log-prob.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
             Several hosts need one on a file system that they share.
-        layout: of earlier releases: ``"slots"`` and ``"versions"`` mean the same now, a file for each version.
         keep_versions: how many versions are kept at the same time.
         fsync: whether versions outlive a crash of the machine.
         delta: whether only the elements that changed since the last version are written, bit by bit, where that is
@@ -88,7 +83,6 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         timeout_seconds: deadline of each step of each replica.
         buffer_bytes: bytes that gloo (64 MiB) or NCCL (vLLM's own default) send at a time.
         num_buffers: of ``"nccl"``: how many buffers take turns (default: vLLM's).
-        fan_out: of gloo's tree, which is gone; refused.
 
     Raises:
         ValueError: an unknown option, or an argument that has no meaning for the transport.
@@ -115,13 +109,11 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         transport: Literal["memmap", "gloo", "nccl"] = "memmap",
         mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap",
         kv: Literal["salt", "recompute"] = "salt",
-        stage: Literal["auto", "plain"] = "auto",
         rolling: int | float = ROLLING_SHARE,
         min_serving: int | float | None = None,
         prefetch: int = 1,
         verify: Literal["digest", "canary", "off"] = "digest",
         folder: str | os.PathLike[str] | None = None,
-        layout: Literal["slots", "versions"] | None = None,
         keep_versions: int = 2,
         fsync: bool = False,
         delta: Literal["auto"] | bool = "auto",
@@ -130,10 +122,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         timeout_seconds: float = 120.0,
         buffer_bytes: int | None = None,
         num_buffers: int | None = None,
-        fan_out: int | None = None,
     ) -> None:
-        _check_gone(stage, fan_out)
-        _check_choices(master_address, strategy, transport, stage, verify, prefetch)
+        _check_choices(master_address, strategy, transport, verify, prefetch)
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
@@ -148,7 +138,6 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             num_buffers=num_buffers,
         )
         collective.check(transport)
-        one_of("layout", layout, (None, "slots", "versions"))
         if not isinstance(delta, bool):
             one_of("delta, unless True or False,", delta, ("auto",))
         if delta is True and transport != "memmap":
@@ -252,24 +241,7 @@ def _both_strategies_alike() -> Iterator[None]:
         yield
 
 
-def _check_gone(stage: str, fan_out: int | None) -> None:
-    """Refuse what earlier releases had."""
-    if fan_out is not None:
-        raise ValueError(
-            f"fan_out={fan_out!r} is gone: with transport='gloo' the trainer sends to each replica by itself. Leave it "
-            "out, or use transport='memmap', which sends nothing"
-        )
-    if stage == "shadow":
-        raise ValueError(
-            "stage='shadow' is gone: only an engine on a CPU, without compilation, could load a version into a second "
-            "model. Leave stage= out: a version is fetched and checked while the engine serves, and loaded during the "
-            "pause"
-        )
-
-
-def _check_choices(
-    master_address: str | None, strategy: str, transport: str, stage: str, verify: str, prefetch: int
-) -> None:
+def _check_choices(master_address: str | None, strategy: str, transport: str, verify: str, prefetch: int) -> None:
     if master_address in TRANSPORTS:
         raise ValueError(
             f"master_address={master_address!r} is TorchRL's first argument, and not the transport: write "
@@ -277,7 +249,6 @@ def _check_choices(
         )
     one_of("strategy", strategy, ("tensordict", "state_dict"))
     one_of("transport", transport, TRANSPORTS)
-    one_of("stage", stage, ("auto", "plain"))
     one_of("verify", verify, ("digest", "canary", "off"))
     if prefetch < 1:
         raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")

@@ -32,9 +32,6 @@ from torchrl_moe.weight_update.source import Kinds, Weights, check_metadata, is_
 from torchrl_moe.weight_update.transports.base import Transport, workers_of
 from torchrl_moe.weight_update.transports.registry import open_transport
 
-__all__ = ["SenderTransport", "VLLMWeightReceiver", "VLLMWeightSender"]
-
-
 # The engine that weights are sent to: checks of its type, its size and its tensors.
 
 

@@ -28,28 +28,6 @@ from torchrl_moe.store.content import send
 from torchrl_moe.store.manifest import TensorKind
 from torchrl_moe.store.reader import ADAPTER_FILES
 
-__all__ = [
-    "Dtypes",
-    "Kinds",
-    "Source",
-    "Weights",
-    "adapter_files",
-    "agreed",
-    "cast_kinds",
-    "check_adapter",
-    "check_metadata",
-    "check_shapes",
-    "contents",
-    "dtypes_of_first",
-    "from_first",
-    "get_model_metadata",
-    "is_first",
-    "named_tensors",
-    "source_of",
-    "trained_model",
-]
-
-
 # Trainers on several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome.
 
 

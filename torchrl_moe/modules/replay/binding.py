@@ -17,17 +17,6 @@ from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import OwnChoice
 
-__all__ = [
-    "UNSET",
-    "Binding",
-    "LayerReport",
-    "Recording",
-    "ReplayState",
-    "live_rows",
-    "release_checkpoints",
-    "wrap_checkpoints",
-]
-
 UNSET = -1
 
 

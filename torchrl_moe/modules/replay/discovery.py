@@ -22,22 +22,6 @@ from torch import Tensor, nn
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.interception import OWN_CODE, ScoreTracer, TopKObserver, describe_scoring
 
-__all__ = [
-    "RouterSite",
-    "arriving",
-    "check_replayed",
-    "computing_device",
-    "discover",
-    "dry_inputs",
-    "expert_counts",
-    "freeze_routers",
-    "has_experts",
-    "number_of_layers",
-    "refused_parallelism",
-    "summed_again",
-]
-
-
 # Properties of a model that several ranks share: the device it computes on, and whether replay supports it.
 #
 # Sharded parameters are DTensors, whose mesh names the device and, if it was given names, the axes.

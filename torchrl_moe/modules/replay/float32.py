@@ -16,8 +16,6 @@ from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.discovery import RouterSite, discover, dry_inputs
 from torchrl_moe.modules.replay.router_replay import innermost_handle
 
-__all__ = ["float32_routers"]
-
 
 class _InFloat32:
     """Stands in for the ``forward`` of a module: an object in its ``__dict__``, so that a deep copy has its own."""

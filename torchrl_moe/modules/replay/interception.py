@@ -28,8 +28,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["OWN_CODE", "OwnChoice", "ScoreTracer", "TopK", "TopKInterception", "TopKObserver", "describe_scoring"]
-
 TopK = torch.return_types.topk
 OwnChoice: TypeAlias = Callable[[Tensor | None], TopK]
 """Runs the intercepted call without a graph: on some rows of the scores, int64 ``[M]``, or on all for ``None``."""

@@ -42,24 +42,6 @@ from torchrl_moe.modules.replay.discovery import (
 from torchrl_moe.modules.replay.interception import OwnChoice, TopK, TopKInterception
 from torchrl_moe.render.tables import html_table, number_text, one_line, plain_table, share_text
 
-__all__ = [
-    "ON_BAD_ROUTES",
-    "OnBadRoutes",
-    "Packing",
-    "Recording",
-    "ReplayReport",
-    "RouterReplay",
-    "belong_to",
-    "bind_routes",
-    "evaluating",
-    "innermost_handle",
-    "install",
-    "owner_of",
-    "routers_table",
-    "uninstall",
-]
-
-
 # What a ``RouterReplay`` found, and what its last context did, layer by layer.
 
 

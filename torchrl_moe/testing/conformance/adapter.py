@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Aborts", "Answer", "EngineAdapter", "NotOffered", "ReportsVersion", "Resumes", "Sampling", "UpdatesWeights"]
-
 Values: TypeAlias = "NDArray[np.number] | Tensor | Sequence[float]"
 """Numbers, one for each token, or for each token, layer and column."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.judge import Judge, Sampled
     from torchrl_moe.testing.conformance.trial import Trial
 
-__all__ = ["Crossed", "crossed_by_update", "cut_midway"]
-
 ABORTS = 10  # attempts to cut an answer midway
 UPDATES = 8  # attempts to have an answer in flight at an update
 CANDIDATES = 12  # of the answers around an update, the last ones are compared with both models

@@ -27,8 +27,6 @@ from torchrl_moe.testing.conformance.adapter import Answer, NotOffered, Sampling
 from torchrl_moe.testing.conformance.reference import Followed, Reference
 from torchrl_moe.testing.conformance.report import DoesNotHold, RouteFaults, Settings
 
-__all__ = ["Judge", "Sampled", "sampled_log_probs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

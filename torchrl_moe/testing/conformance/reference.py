@@ -24,8 +24,6 @@ from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.conformance.adapter import NotOffered
 
-__all__ = ["Followed", "Reference"]
-
 
 @dataclass(frozen=True, slots=True)
 class Followed:

@@ -36,9 +36,6 @@ from torchrl_moe.testing.conformance.report import DoesNotHold, Settings, in_thr
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ServiceAdapter", "Trial"]
-
-
 # The adapter of our own services: ``AsyncVLLM`` with any backend and engine, and ``FakeAsyncVLLM``.
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # processes that only pass a report on import neither torch n
 
     from torchrl_moe.store import Manifest
 
-__all__ = ["LoadingReceiver", "Receiver", "StageOptions", "Transport", "asked", "rank_of", "workers_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions:

@@ -41,20 +41,6 @@ from torchrl_moe.store.content import Bytes, check_digest
 from torchrl_moe.store.folder import at_end
 from torchrl_moe.weight_update.transports.base import StageOptions, asked, workers_of
 
-__all__ = [
-    "BUFFER_BYTES",
-    "SENDER",
-    "Digests",
-    "GlooGroup",
-    "GlooReceiver",
-    "GlooTransport",
-    "Meeting",
-    "MeetingPlace",
-    "as_tensor",
-    "tensor_in",
-]
-
-
 # Where the ranks of a group meet, and announce that they are ready; others are kept out.
 #
 # That is a folder of this host, which only this user can open: there is no port. What a group sends afterwards goes

@@ -39,8 +39,6 @@ from torchrl_moe.weight_update.transports.base import StageOptions, workers_of
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-__all__ = ["NCCLReceiver", "NCCLTransport"]
-
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 

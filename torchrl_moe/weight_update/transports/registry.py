@@ -15,9 +15,6 @@ from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapRepor
 from torchrl_moe.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Receiver, StageOptions, Transport, rank_of
 
-__all__ = ["MemmapReceiver", "MemmapTransport", "open_receiver", "open_transport"]
-
-
 # The transport without a transfer: replicas map the weight store themselves.
 
 
