@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_moe.modules import RouterReplay
+from torchrl_moe.testing import ByteTokenizer
 
 FOLDER = Path(__file__).parents[1] / "tutorials" / "real_moe"
 
@@ -143,6 +144,13 @@ def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
     data = [([3, 4, 10 + place % 2, 2], 2) for place in range(8)]
     first = warm.train(model, data, 1, 8, 1e-2)
     assert warm.train(model, data, 60, 8, 1e-2) < first / 2
+
+
+def test_the_answer_to_a_text_continues_it() -> None:
+    tokenizer = ByteTokenizer()
+    rows = [{"prompt": "1 + 1 =", "answer": 2}]
+    ((ids, start),) = script("warm_start").examples(rows, tokenizer)
+    assert (ids, start) == ([*b"1 + 1 = 2", tokenizer.eos_token_id], len("1 + 1 ="))
 
 
 def test_the_tables_of_mismatch() -> None:

@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"loss of the last step: {loss:.3f}")
     model.save_pretrained(asked.out)
+    if isinstance(rows[0]["prompt"], str):
+        tokenizer.chat_template = None  # a run applies it to texts, too, where there is one
     tokenizer.save_pretrained(asked.out)
     return 0
 
