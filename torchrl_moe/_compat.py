@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from vllm.config import SchedulerConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.lora_model import LoRAModel
@@ -245,6 +245,51 @@ def keep_cpu_experts_with_lora() -> None:
         return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
 
     method.select_unquantized_moe_backend = choose_for_cpu
+
+
+def apply_adapters_on_cpu() -> None:
+    """Give each token of a CPU worker its own adapter (0.32).
+
+    Tokens without one have the index -1 there, by which vLLM's torch functions take the last slot's adapter. They also
+    copy a pair of factors for every token, which takes as long as all the rest of a small model's forward pass.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def product(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor) -> Tensor:
+        """Return inputs ``[N, I]`` times the weights ``[O, I]`` of each one's slot, ``[N, O]``; 0 where that is -1."""
+        inputs, found = inputs.to(output.dtype), output.new_zeros(())
+        # over all slots, which are few, and not over those in use: a compiled model cannot ask which they are
+        for slot, weight in enumerate(weights.to(output.dtype)):
+            found = torch.where((slots == slot)[:, None], inputs @ weight.view(weight.shape[-2:]).T, found)
+        return found
+
+    def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
+        output[:, : weights.shape[-2]] = scaling * product(inputs, weights, output, slots)
+
+    def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
+        expand_slice(inputs, weights, output, slots, 0, min(weights.shape[-2], output.shape[1]), add_inputs)
+
+    def expand_slice(
+        inputs: Tensor,
+        weights: Tensor,
+        output: Tensor,
+        slots: Tensor,
+        slice_offset: int,
+        slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        part = output[:, slice_offset : slice_offset + slice_size]
+        added = product(inputs, weights, output, slots)[:, :slice_size]
+        part.copy_(part + added if add_inputs else added)
+
+    for module in (lora_ops, punica_cpu):  # the second has the names of the first
+        module.bgmv_shrink, module.bgmv_expand, module.bgmv_expand_slice = shrink, expand, expand_slice
 
 
 def refuse_bad_adapters() -> None:

@@ -1,6 +1,6 @@
 """Supervised steps before GRPO: a model that never answers a task right has nothing to be rewarded for.
 
-    python tutorials/real_moe/warm_start.py real_moe real_moe_warm --options max_terms=2 max_digits=2
+    python tutorials/real_moe/warm_start.py real_moe real_moe_warm --options chat=false max_terms=2 max_digits=2
 
 It learns the form of answers from a task's own questions and answers, and stops there. Say so where you report what
 GRPO reached.
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options[name] = value
     # the rows that a run with the same options trains on: what it holds out is held out here, too
     if asked.source.startswith("reasoning_gym:"):
-        options = {"instruction": INSTRUCTION, **options}
+        options = {"instruction": "" if options.get("chat") is False else INSTRUCTION, **options}
     rows, _ = read_source(asked.source, options or None)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"

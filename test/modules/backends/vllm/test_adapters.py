@@ -151,6 +151,25 @@ def test_a_request_with_an_adapter_gets_the_adapted_model_and_one_without_does_n
     assert by_mapping.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
 
 
+@pytest.mark.engine("qwen3_moe", **{**ADAPTED, "max_num_seqs": 4})
+@pytest.mark.usefixtures("one_thread")
+def test_requests_with_an_adapter_and_without_one_share_a_batch(engine: AsyncVLLM, tuned: tuple[Any, Path]) -> None:
+    model, folder = tuned
+    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
+    long = {**GREEDY, "max_tokens": 24}
+
+    async def ask() -> list[Completion]:
+        asked = [engine.agenerate(IDS, long, lora_request=adapter) for adapter in (None, fields, None)]
+        return await asyncio.gather(*asked)
+
+    engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)  # it is loaded: none waits for that
+    first, adapted, last = asyncio.run(ask())
+    check_against(model, adapted)
+    with model.disable_adapter():
+        check_against(model, first)
+        check_against(model, last)
+
+
 @pytest.mark.engine("qwen3_moe", **ADAPTED)
 @pytest.mark.usefixtures("one_thread")
 def test_the_adapted_model_follows_recorded_experts_and_so_does_the_one_without(

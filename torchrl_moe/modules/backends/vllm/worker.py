@@ -271,6 +271,7 @@ def _polite() -> Iterator[None]:
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
+_compat.apply_adapters_on_cpu()
 _compat.refuse_bad_adapters()
 _compat.zero_new_blocks()
 cpu_kernels.register()
