@@ -211,7 +211,7 @@ class Draw:
 
     token: int
     log_prob: float
-    step: NDArray[np.int32]
+    mask: NDArray[np.int32]
 
 
 class Answer:
@@ -241,7 +241,7 @@ class Answer:
         self._stop_reason: int | str | None = None
         self._log_probs: list[float] | None = [] if sampling.logprobs else None
         self._versions: list[int] = []
-        self._steps: list[NDArray[np.int32]] = []
+        self._masks: list[NDArray[np.int32]] = []  # of the tokens that it has not been given
         self._rows: list[Rows] | None = None if layout is None else []
         self._rows_held = 0
         self._given: CompletionOutput | None = None
@@ -327,7 +327,7 @@ class Answer:
         self._versions.append(version)
         if self._log_probs is not None:
             self._log_probs.append(draw.log_prob)
-        self._steps.append(draw.step)
+        self._masks.append(draw.mask)
         self._end(draw.token)
 
     def _end(self, token: int) -> None:
@@ -379,10 +379,8 @@ class Answer:
         if self._log_probs is None:
             return None
         had = None if self._given is None else self._given.kept
-        # a step names its place in the whole answer; a part counts from its own first token
-        steps = [np.concatenate([[i], step[1:]]).astype(np.int32) for i, step in enumerate(self._steps) if len(step)]
-        parts = [len(self.tokens) - len(self._steps), len(self._steps)]
-        return KeptIds.join([had, KeptIds.of_steps(steps, parts[1])], parts)
+        new = len(self._masks)
+        return KeptIds.join([had, KeptIds.of_masks(self._masks, new)], [len(self.tokens) - new, new])
 
     def _routes(self) -> NDArray[np.unsignedinteger] | None:
         """Return ``[P + G - 1, L, K]`` as engines give them: unsigned, zero where there is no router."""

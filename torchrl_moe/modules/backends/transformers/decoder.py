@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +37,7 @@ from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.backends.replica import (
+    NOTHING,
     Completion,
     CompletionMetrics,
     CompletionOutput,
@@ -202,9 +202,6 @@ class RequestReader:
 # Letters: R answers, V vocabulary.
 
 
-NOTHING = np.empty(0, np.int32)
-
-
 class Sampler:
     """Draws the next token of each answer of a batch."""
 
@@ -234,13 +231,9 @@ class Sampler:
         else:  # an exponential race: each id's time is drawn at the rate of its probability, and the earliest wins
             tokens = (log_probs.exp() / self._noise(log_probs, answers)).argmax(-1)
         chosen = log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
-        steps = [NOTHING] * len(answers)
-        if sampling.logprobs and sampling.leaves_ids_out:
-            named = name_kept(log_probs, [0] * len(answers))
-            if named is not None:
-                flat, offsets = named
-                steps = [flat[start:stop] for start, stop in pairwise(offsets)]
-        return [Draw(*one) for one in zip(tokens.tolist(), chosen, steps, strict=True)]
+        reports = sampling.logprobs and sampling.leaves_ids_out
+        masks = name_kept(log_probs) if reports else [NOTHING] * len(answers)
+        return [Draw(*one) for one in zip(tokens.tolist(), chosen, masks, strict=True)]
 
     def _noise(self, like: Tensor, answers: Sequence[Answer]) -> Tensor:
         noise = torch.empty_like(like)
