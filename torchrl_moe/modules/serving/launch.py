@@ -11,7 +11,6 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -332,7 +331,7 @@ def ray_service(
         namespace=namespace or NAMESPACE,
         detached=name is not None,
         num_replicas=num_replicas,
-        kind=cast(ModuleType, kind).__name__,
+        kind=kind.name,
         arguments=dict(arguments),
         resources={key: float(amount) for key, amount in asked.items()},
         verbose=verbose,

@@ -526,10 +526,5 @@ def preload() -> str:
     return ""
 
 
-def main() -> None:
-    """Run as a child of the driver."""
-    run_script(run)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(run)

@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from torchrl_moe import _compat
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.checkpoint import check_tokenizer
-from torchrl_moe.modules.backends.engine_kind import process_environment
+from torchrl_moe.modules.backends.engine_kind import process_environment, with_own_seed
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ logging.getLogger("vllm.triton_utils.importing").addFilter(
 )
 
 PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
+seeded = with_own_seed
 SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -182,14 +183,6 @@ def devices_per_replica(arguments: Mapping[str, Any]) -> int:
     """Return how many devices one replica uses: tensor x pipeline x data parallel ranks; experts add none."""
     ranks = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(arguments.get(name) or 1) for name in ranks)
-
-
-def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of the ``number``-th replica that is made, with its own seed.
-
-    With equal random numbers, two replicas would give a group the same answers, and so would a restarted one.
-    """
-    return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
