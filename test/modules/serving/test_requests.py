@@ -32,10 +32,10 @@ from torchrl_moe.modules.serving.requests import (
     SamplingParameters,
     check_resume,
     integers,
+    make_request,
     normalise_prompts,
     placements,
     request_ids_each,
-    request_to_resume,
     rows_each,
     scores_of,
     scorings,
@@ -698,7 +698,7 @@ def answer(prompt: Any = "hi", **params: Any) -> Completion:
 
 
 def resuming(completion: Completion, **fields: Any) -> Request:
-    return request_to_resume(completion, **{"request_id": "new", "sampling_params": PARAMS, **fields})
+    return make_request(completion, Request(**{"request_id": "new", "sampling_params": PARAMS, **fields}))
 
 
 def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
