@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -47,7 +47,6 @@ __all__ = [
     "Message",
     "Outbox",
     "SocketStream",
-    "Stream",
     "completion_bytes",
     "decode",
     "encode",
@@ -267,7 +266,7 @@ def head_of(frames: Sequence[Buffer]) -> tuple[str, str]:
         raise ValueError(str(error)) from error
 
 
-def read(stream: Stream) -> Message:
+def read(stream: SocketStream) -> Message:
     """Receive one message.
 
     Raises:
@@ -287,40 +286,28 @@ COUNT, LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 GATHERED = 512  # buffers in one system call
 
 
-class Stream(Protocol):
-    """Where messages are written and read; one thread may write while another reads."""
-
-    moved_at: float
-    """When the other side last took something, by the monotonic clock."""
-
-    def send(self, frames: Sequence[Buffer]) -> None:
-        """Write a message."""
-
-    def receive(self) -> list[memoryview]:
-        """Read a message; ``EOFError`` if the other side is gone, ``OSError`` if it is larger than it may be."""
-
-    def hang_up(self) -> None:
-        """End the traffic both ways without closing the socket, which another thread may be reading."""
-
-    def close(self) -> None:
-        """Close the socket."""
-
-
 class SocketStream:
-    """A :class:`Stream` over a connected socket: the number of frames, their lengths, the frames."""
+    """Messages over a connected socket: the number of frames, their lengths, the frames.
+
+    One thread may write while another reads. ``moved_at``: when the other side last took something, by the monotonic
+    clock.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self.moved_at = time.monotonic()
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Write a message."""
         views = [memoryview(frame).cast("B") for frame in frames]
         header = COUNT.pack(len(views)) + b"".join(LENGTH.pack(len(view)) for view in views)
         self._write([memoryview(header), *views])
 
     def receive(self) -> list[memoryview]:
-        """Read a message, each frame into memory of its own."""
+        """Read a message, each frame into memory of its own; ``EOFError`` if the other side is gone.
+
+        Raises:
+            OSError: it is larger than it may be.
+        """
         (count,) = COUNT.unpack(self._take(COUNT.size))
         self._check(count, MOST_FRAMES, "frames")
         lengths = [length for (length,) in LENGTH.iter_unpack(self._take(count * LENGTH.size))]
@@ -353,16 +340,14 @@ class SocketStream:
         return view
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self._end.fileno()
 
     def hang_up(self) -> None:
-        """End the traffic both ways."""
+        """End the traffic both ways without closing the socket, which another thread may be reading."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket."""
         self._end.close()
 
 
@@ -376,7 +361,7 @@ class Outbox:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: SocketStream,
         frame: Callable[[list[Any]], list[Frames]] = list,
         size: Callable[[Any], int] | None = None,
         limit: int = MOST_WAITING_BYTES,

@@ -38,18 +38,21 @@ class Link(Protocol):
     """The driver's end of an engine process; :class:`Child` is one."""
 
     @property
-    def stream(self) -> link.Stream:
-        """The messages of the process."""
+    def stream(self) -> link.SocketStream:
+        """The messages of the process; waits for the connection, ``EOFError`` if there will be none."""
 
     @property
     def outbox(self) -> link.Outbox:
-        """The messages to it."""
+        """The messages to it, in the same way."""
 
     def end(self) -> None:
         """End the process, or only this driver's connection if others use it. All callers wait for that. Idempotent."""
 
     def end_and_forget(self) -> None:
         """:meth:`end`, and remove what was kept for a look at what went wrong."""
+
+    def close(self) -> None:
+        """Close the socket after the end, when nothing reads it any more."""
 
     def log_tail(self) -> str:
         """Return its last errors, or its last lines."""
@@ -282,7 +285,9 @@ class EngineReplica(Replica, Generic[LinkT]):
     def _lost(self) -> None:
         """Note that the process closed its socket, whether or not it said the reason."""
         if self._death is None:
-            stuck = self._started().outbox.overflowed
+            stuck = False
+            with contextlib.suppress(EOFError):  # there was no connection
+                stuck = self._started().outbox.overflowed
             self._fail_all(
                 f"replica {self.index} " + ("did not keep up with what it was sent" if stuck else self._ending())
             )
@@ -360,5 +365,4 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
         child.end()
         if (replica := reference()) is not None:
             replica._lost()
-        child.outbox.close()
-        child.stream.close()
+        child.close()
