@@ -22,7 +22,6 @@ from torchrl_moe._checks import check_bool
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
-from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
@@ -46,19 +45,13 @@ from torchrl_moe.modules.serving.service import GenerationService
 if TYPE_CHECKING:
     import vllm
 
+    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
 _ENTERING = threading.RLock()
 """Held while a pickled engine connects to its service, on first use."""
-
-
-class _SharedReplica(Replica):  # only for types
-    """A replica that several drivers use."""
-
-    def join(self) -> None: ...
-
-    def disconnect(self) -> None: ...
 
 
 class AsyncVLLM(GenerationService):
@@ -134,15 +127,20 @@ class AsyncVLLM(GenerationService):
             check_bool("enable_prefix_caching", enable_prefix_caching)
             arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
 
-        def listed() -> list[int]:
-            return [entry.index for entry in self.replica_table]
-
         service = None
         if backend == "ray":
             service = ray_service(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
             make_replica = ray_factory(service)
         else:
-            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
+            make_replica = local_factory(
+                kind,
+                arguments,
+                num_replicas,
+                verbose,
+                log_folder,
+                lambda: [entry.index for entry in self.replica_table],
+                devices,
+            )
         self._set_up(
             arguments,
             num_replicas,
@@ -356,7 +354,7 @@ class AsyncVLLM(GenerationService):
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
-            cast(_SharedReplica, entry.replica).join()
+            cast("RayReplica", entry.replica).join()
         for entry in self.replica_table:
             try:
                 self._wait(entry, deadline, seconds)
@@ -408,7 +406,7 @@ class AsyncVLLM(GenerationService):
         self._running = False
         self._dispatcher.close("this driver disconnected from the service")
         try:
-            self._fleet.end(lambda replica: cast(_SharedReplica, replica).disconnect())
+            self._fleet.end(lambda replica: cast("RayReplica", replica).disconnect())
         finally:
             self._dispatcher.stop()
 

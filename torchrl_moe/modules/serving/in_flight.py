@@ -132,10 +132,6 @@ class InFlight:
         text = str(why) if death is None else f"{why}. It had started on another replica: {death}"
         return StaleReplicaError(text) if isinstance(why, StaleReplicaError) else NoReplicaError(text)
 
-    def cut_short(self) -> Completion:
-        """Return the answer of a request that was aborted before an engine added to what it resumes."""
-        return nothing_yet(self.request)
-
 
 class Call:
     """The requests of one ``generate``, which end together."""
@@ -188,7 +184,7 @@ class Call:
 
     def partial(self) -> list[Completion]:
         """Return the outcomes in input order; an aborted request has its tokens so far, one that never started none."""
-        return [request.cut_short() if request.outcome is None else request.outcome for request in self.requests]
+        return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
         """Return the completions, once the call is over."""

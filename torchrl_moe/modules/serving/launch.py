@@ -210,15 +210,17 @@ def pretrained_arguments(
     if not compiles and isinstance(config, Mapping | None):  # a vLLM object has its own mode
         arguments["compilation_config"] = {"mode": 0, **(config or {})}
     if fp32_output:
-        arguments["hf_overrides"] = _with_fp32_head(arguments.get("hf_overrides"))
-    return {"model": _checked(model), "tensor_parallel_size": size or 1, **arguments}
-
-
-def _with_fp32_head(overrides: object) -> dict[str, object]:
-    """Return ``hf_overrides`` by which vLLM computes the last layer in float32."""
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
-    return {**(overrides or {}), "head_dtype": "float32"}
+        overrides = arguments.get("hf_overrides") or {}
+        if not isinstance(overrides, Mapping):
+            raise ValueError(
+                "enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'"
+            )
+        arguments["hf_overrides"] = {**overrides, "head_dtype": "float32"}
+    # a folder without a model is refused before any process is started; vLLM checks hub names
+    if (is_written_as_path(model) or os.path.isdir(model)) and not os.path.isfile(os.path.join(model, "config.json")):
+        state = "has no config.json" if os.path.isdir(model) else "does not exist"
+        raise ValueError(f"no model at {model!r}: the folder {state}. Save one with model.save_pretrained(path).")
+    return {"model": model, "tensor_parallel_size": size or 1, **arguments}
 
 
 def check_backend(
@@ -265,14 +267,6 @@ def default_timeout() -> float:
     if not seconds > 0:
         raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}")
     return seconds
-
-
-def _checked(path: str) -> str:
-    """Return the path; refuse a folder without a model before any process is started. vLLM checks hub names."""
-    if (is_written_as_path(path) or os.path.isdir(path)) and not os.path.isfile(os.path.join(path, "config.json")):
-        state = "has no config.json" if os.path.isdir(path) else "does not exist"
-        raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")
-    return path
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

@@ -101,7 +101,10 @@ def _completions(resume: object) -> PromptBatch:
     given = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
     items = [item for item in given or () if isinstance(item, Completion)]
     if given is None or len(items) < len(given):
-        kinds = type(resume).__name__ if given is None else f"a list with {_first_other(given)}"
+        others = (
+            f"{type(item).__name__} at {i}" for i, item in enumerate(given or ()) if not isinstance(item, Completion)
+        )
+        kinds = type(resume).__name__ if given is None else f"a list with {next(others)}"
         raise TypeError(f"resume must be a Completion or a list of them, such as an error's .partial, got {kinds}")
     if not items:
         raise ValueError("resume cannot be empty: the error that it is from did not end a generate")
@@ -119,10 +122,6 @@ def _completions(resume: object) -> PromptBatch:
                     f"got {output.finish_reason!r}"
                 )
     return PromptBatch(list(items), single)
-
-
-def _first_other(items: list[object]) -> str:
-    return next(f"{type(item).__name__} at {i}" for i, item in enumerate(items) if not isinstance(item, Completion))
 
 
 def _is_one(source: object) -> bool:

@@ -286,10 +286,6 @@ class SessionAffinity(Strategy):
         if pin is not None:
             self._sessions[pin.entry.index] -= 1
 
-    def active_sessions(self, index: int) -> int:
-        """Return how many sessions a replica has."""
-        return self._sessions[index]
-
 
 # Which replicas hold which prefixes, inferred from placements: an index over hashed blocks of prompts.
 #
