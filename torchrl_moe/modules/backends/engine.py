@@ -58,7 +58,6 @@ class WeightOwner:
         return WeightClaim(granted=granted, owner=self._name)
 
     def holds(self, driver: str) -> bool:
-        """Whether a driver's claim is the last one."""
         return driver == self._driver
 
     def check(self, driver: str) -> None:

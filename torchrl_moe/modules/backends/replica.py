@@ -262,7 +262,6 @@ class ProbeReport:
 
 
 def this_process() -> str:
-    """Return the name of this driver, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

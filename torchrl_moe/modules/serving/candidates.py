@@ -183,7 +183,6 @@ class Breaker:
 
     @property
     def blocks(self) -> bool:
-        """Whether it blocks requests at the moment."""
         if self.state is BreakerState.HALF_OPEN:
             return self._trials >= self._policy.breaker_trials
         return self.state is BreakerState.OPEN
@@ -217,7 +216,6 @@ class Breaker:
             self.try_now()
 
     def try_now(self) -> None:
-        """Half-open it if it is open."""
         if self.state is BreakerState.OPEN:
             self.state = BreakerState.HALF_OPEN
 
@@ -343,7 +341,6 @@ class TableEntry:
 
     @property
     def may_take(self) -> bool:
-        """Whether it takes new requests."""
         return self.state is ReplicaState.SERVING and not (self.breaker.blocks or self.leaving or self.reserved)
 
     @property
@@ -375,7 +372,6 @@ class Candidates:
         return self._entries[position]
 
     def find(self, index: int) -> TableEntry | None:
-        """Return a candidate by its replica's index, or ``None``."""
         return self._by_index.get(index)
 
     def with_cache(self, cache: int) -> TableEntry | None:

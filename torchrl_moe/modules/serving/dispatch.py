@@ -164,7 +164,6 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
         return len(self._waiting)
 
     def put(self, request: InFlight) -> None:
@@ -196,7 +195,6 @@ class Admission:
         return request
 
     def give_back(self) -> None:
-        """Release a place."""
         self.taken -= 1
 
 
@@ -283,7 +281,6 @@ class Dispatcher:
         self._loop.call(self._abort_by_id, list(request_ids))
 
     def set_limit(self, limit: int) -> None:
-        """Change how many requests the engines run at a time."""
         self._admission.limit = limit
         self._loop.call(self._admit_soon)
 
@@ -531,7 +528,6 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._admit)
 
     def _leave(self, request: InFlight) -> None:
-        """Release the place of a request, if it has one."""
         if request.has_place:
             request.has_place = False
             self._admission.give_back()

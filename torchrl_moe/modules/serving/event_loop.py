@@ -58,7 +58,6 @@ class EventLoop:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is in the loop's thread."""
         return self._thread is threading.current_thread()
 
     def run(self, function: Callable[[*Arguments], T], *arguments: *Arguments, patience: float) -> T:

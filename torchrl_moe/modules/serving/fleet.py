@@ -267,7 +267,6 @@ class Fleet:
     # -- life -------------------------------------------------------------------------------------------------------
 
     def wait_ready(self, entry: TableEntry, seconds: float) -> None:
-        """Wait until a replica that was started is ready."""
         self.infos.append(entry.replica.wait_ready(seconds))
 
     def serve(self, entry: TableEntry) -> None:
@@ -330,7 +329,6 @@ class Fleet:
 
     @property
     def is_over(self) -> bool:
-        """Whether the end has begun."""
         return self._over.is_set()
 
     def end(self, end_one: Callable[[Replica], object] = lambda replica: replica.shutdown()) -> None:
@@ -375,7 +373,6 @@ class Fleet:
         self.errors[entry.index] = f"{type(error).__name__}: {error}"
 
     def forget(self, entry: TableEntry) -> None:
-        """Forget a replica that was removed."""
         self.errors.pop(entry.index, None)
         self._keepers.pop(entry.index, None)
         self._probes.pop(entry.index, None)
@@ -790,7 +787,6 @@ def _check_mode(mode: str) -> None:
 
 
 def _reason_of_death(replica: Replica) -> str | None:
-    """Return why a replica died; ``None`` if it gave no reason within a second."""
     deadline = time.monotonic() + WORDS_SECONDS
     while replica.death is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -82,7 +82,6 @@ class InFlight:
         await self._pause
 
     def go_on(self) -> None:
-        """Let its task continue."""
         if self._pause is not None and not self._pause.done():
             self._pause.set_result(None)
 
@@ -93,7 +92,6 @@ class InFlight:
 
     @property
     def finished(self) -> bool:
-        """Whether it has its complete answer."""
         return self.outcome is not None and not self.outcome.aborted
 
     def died(self, error: ReplicaDiedError, counts: bool = True) -> None:
@@ -102,7 +100,6 @@ class InFlight:
         self.deaths += counts
 
     def tell(self, part: Completion) -> None:
-        """Report a part of its answers."""
         if not self.is_over and not self.dropped:
             self.parts.append(part)
             self.call.on_part(part)
@@ -187,7 +184,6 @@ class Call:
         return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
-        """Return the completions, once the call is over."""
         error = self.error or next((request.error for request in self.requests if request.error is not None), None)
         if error is None and self.is_late:
             error = self._lateness()

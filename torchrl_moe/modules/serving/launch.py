@@ -194,7 +194,6 @@ class EngineArguments(dict[str, Any]):
 def pretrained_arguments(
     model: str, num_devices: int | None, compiles: bool, fp32_output: bool, given: Mapping[str, Any]
 ) -> dict[str, object]:
-    """Return the engine arguments for TorchRL's names."""
     for name, value in {"num_devices": num_devices, **{name: given.get(name) for name in PARALLEL_SIZES}}.items():
         check_number(name, value, 1, MOST_REPLICAS, whole=True, none=True)
     check_bool("compile", compiles)
@@ -252,7 +251,6 @@ def check_backend(
 
 
 def check_log_folder(folder: object) -> None:
-    """Refuse what is no path."""
     if not isinstance(folder, str | os.PathLike | None):
         raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
 

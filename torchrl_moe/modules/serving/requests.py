@@ -262,7 +262,6 @@ def placements(
     group_ids: object = None,
     request_context: object = None,
 ) -> list[Placement]:
-    """Return the placement of each request of a call."""
     check_number("actor_index", actor_index, whole=True, none=True)
     sessions, groups = _names_each(session_ids, count, "session_ids"), _names_each(group_ids, count, "group_ids")
     versions = _for_each(min_version, count, "min_version", lambda one, name: None if one is None else _int(one, name))
@@ -489,7 +488,6 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 
 
 def scorings(batch: PromptBatch, temperature: object, kept: object) -> list[Scoring]:
-    """Return how each sequence is scored."""
     count = len(batch.prompts)
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
     if len(sequences) < count:

@@ -105,7 +105,6 @@ class LeastRequests(Strategy):
     name = "requests"
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int:
-        """Return the least loaded candidate."""
         del context
         return candidates.least_loaded().index
 
@@ -141,7 +140,6 @@ class PowerOfTwo(Strategy):
         self._rng = rng or random.Random()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int:
-        """Return the less loaded of two."""
         del context
         first = self._rng.randrange(len(candidates))
         if len(candidates) == 1:
@@ -281,7 +279,6 @@ class SessionAffinity(Strategy):
             self.finish_session(session)
 
     def finish_session(self, session_id: str) -> None:
-        """Forget a session; unknown ones are ignored."""
         pin = self._pins.pop(session_id, None)
         if pin is not None:
             self._sessions[pin.entry.index] -= 1
@@ -511,7 +508,6 @@ class PrefixAware(Strategy):
         return None
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Learn where a request went."""
         match = self._match(context)
         self._last = None
         if match is not None:
@@ -618,7 +614,6 @@ class Hierarchy:
         self._warned: set[int] = set()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> TableEntry:
-        """Return the replica that takes the request."""
         for strategy in self.strategies:
             try:
                 index = strategy.choose(candidates, context)
@@ -634,7 +629,6 @@ class Hierarchy:
         return candidates.least_loaded()
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Notify strategies of where a request went."""
         for strategy in self.strategies:
             try:
                 strategy.placed(entry, context)
@@ -647,7 +641,6 @@ class Hierarchy:
             warnings.warn(f"strategy {strategy.name!r} {what}; the next strategy is used. Shown once.", stacklevel=4)
 
     def finish_session(self, session_id: str) -> None:
-        """Notify strategies that a session has ended."""
         for strategy in self.strategies:
             strategy.finish_session(session_id)
 

@@ -81,7 +81,6 @@ class EngineReplica(Replica, Generic[LinkT]):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine process, without waiting for it; see the protocol."""
         if self._child is not None:
             raise RuntimeError(f"replica {self.index} was started before: make a new one")
         self._child = child = self._open()
@@ -100,7 +99,6 @@ class EngineReplica(Replica, Generic[LinkT]):
         """Return how the process ended, after "replica 0"."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
-        """Wait until the engine serves."""
         self._started()
         try:
             return self._ready.result(timeout)
@@ -116,7 +114,6 @@ class EngineReplica(Replica, Generic[LinkT]):
 
     @property
     def last_stats(self) -> ReplicaStats | None:
-        """The stats that the engine last sent by itself; ``None`` before."""
         return self._stats
 
     def log_tail(self) -> str:
@@ -125,11 +122,9 @@ class EngineReplica(Replica, Generic[LinkT]):
 
     @property
     def death(self) -> str | None:
-        """Why it died, once that is known; ``None`` before."""
         return self._death
 
     def is_alive(self) -> bool:
-        """Whether the process is there and has not reported its engine's death."""
         return self._child is not None and self._death is None
 
     def shutdown(self) -> None:
@@ -182,7 +177,6 @@ class EngineReplica(Replica, Generic[LinkT]):
                 raise
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; their futures resolve with what was generated so far."""
         if self._death is None:
             self._started().outbox.put(link.message("abort", list(request_ids)))
 
@@ -191,7 +185,6 @@ class EngineReplica(Replica, Generic[LinkT]):
     def ask(
         self, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Send a verb to the process; see the base class."""
         child = self._started()
         number = next(self._numbers)
         frames = link.message("call", (number, verb.__name__, args, kwargs))
@@ -322,7 +315,6 @@ class LocalReplica(EngineReplica[Child]):
         return None if self._child is None else self._child.log
 
     def is_alive(self) -> bool:
-        """Whether the child runs and has not reported its engine's death."""
         return super().is_alive() and self._started().is_alive()
 
     def _ending(self) -> str:

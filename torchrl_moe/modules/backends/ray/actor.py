@@ -44,8 +44,6 @@ def actor_environment(service: RayService, forwarded: Mapping[str, str]) -> dict
 
 
 class ReplicaActor(ReplicaHost):
-    """One replica in the cluster."""
-
     def __init__(
         self,
         index: int,

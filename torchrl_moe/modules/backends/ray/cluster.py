@@ -62,7 +62,6 @@ class RayService:
     log_folder: str | None = None
 
     def actor_name(self, index: int) -> str:
-        """Return the name of a replica's actor."""
         return f"{self.name}-replica-{index}"
 
     def group_name(self, index: int, driver: str) -> str:

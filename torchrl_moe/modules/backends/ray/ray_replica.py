@@ -297,7 +297,6 @@ class ActorLink:
         return not self._service.detached and not ray.is_initialized()
 
     def log_tail(self) -> str:
-        """Return the last errors of the engine process, or what the actor waits for."""
         if self.reason:
             return self.reason
         if self._actor is None or not self._described:

@@ -88,7 +88,6 @@ class SealedStream(SocketStream):
         end.settimeout(None)
 
     def receive(self) -> list[memoryview]:
-        """Read a message."""
         self._mac = _begun(self._proving, self._received)
         frames = super().receive()
         mac, self._mac = self._mac, None
@@ -213,7 +212,6 @@ class Listener:
             self._welcome(connection)
 
     def close(self) -> None:
-        """Accept no more connections; open ones stay."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would continue waiting
@@ -290,11 +288,9 @@ class ReplicaHost:
             return self._child
 
     def address(self) -> Address:
-        """Return where drivers find the host."""
         return self._listener.address
 
     def log_tail(self) -> str:
-        """Return the last errors of the engine process, or its last lines."""
         return "(its engine waits for a driver)" if self._child is None else self._child.log_tail()
 
     def end(self) -> None:

@@ -49,13 +49,11 @@ class LockedTokenizer:
         self._lock = threading.Lock()  # encoding text changes the tokenizer for a moment
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
         with self._lock:
             ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """Return the text stream of an answer to a prompt."""
         return TextStream(self, prompt_ids, skip_special_tokens)
 
     def step(self, stream: DecodeStream, token: int) -> str | None:
@@ -73,7 +71,6 @@ class TextStream:
         self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
-        """Return what a token adds."""
         try:
             return self._tokenizer.step(self._stream, token) or ""
         except Exception as error:  # the library has no error of its own
@@ -145,7 +142,6 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
         return self.temperature == 0.0
 
     @property
@@ -207,8 +203,6 @@ Rows = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A sampled token."""
-
     token: int
     log_prob: float
     mask: NDArray[np.int32]
@@ -322,7 +316,6 @@ class Answer:
             self._rows_held = tokens
 
     def add(self, draw: Draw, version: int) -> None:
-        """Take its next token."""
         self.tokens.append(draw.token)
         self._versions.append(version)
         if self._log_probs is not None:

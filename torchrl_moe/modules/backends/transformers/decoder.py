@@ -70,8 +70,6 @@ __all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """One request in flight."""
-
     request: Request
     prompt_ids: list[int]
     started: float = field(default_factory=time.monotonic)
@@ -92,7 +90,6 @@ class Running:
 
     @property
     def generated(self) -> int:
-        """Tokens that this request has generated."""
         return sum(len(answer.tokens) for answer in self.answers) - self.kept
 
     def completion(self) -> Completion:
@@ -137,7 +134,6 @@ class RequestReader:
     device: torch.device
 
     def __call__(self, request: Request) -> Running:
-        """Return what a request asks for."""
         if request.lora_request is not None:
             raise ValueError("lora_request: engine='transformers' serves no adapters; vLLM does")
         request = self.routes.checked(request)
@@ -209,7 +205,6 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Seed the random numbers again."""
         self._generator.manual_seed(seed)
 
     def __call__(self, logits: Tensor, answers: Sequence[Answer]) -> list[Draw]:
@@ -299,7 +294,6 @@ class BatchDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
         device: torch.device = self.model.device
         return device
 
@@ -433,7 +427,6 @@ class BatchDecoder:
     def _forward(
         self, ids: Tensor, mask: Tensor, cache: DynamicCache, followed: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Rows | None]:
-        """Run the model on tokens."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         wanted = {"position_ids": positions, "logits_to_keep": keep}
         given = {name: value for name, value in wanted.items() if name in self._takes}
@@ -566,7 +559,6 @@ class WaitingLine:
             heapq.heappush(self._answers, (priority, next(self._serial), running, answer))
 
     def drop(self, gone: Running) -> None:
-        """Remove a request."""
         self._answers = [entry for entry in self._answers if entry[2] is not gone]
         self._scored = [entry for entry in self._scored if entry[2] is not gone]
         heapq.heapify(self._answers)
@@ -583,7 +575,6 @@ class WaitingLine:
         return first[2]
 
     def joining(self, inside: Sequence[Answer], again: Sequence[Answer]) -> list[Answer]:
-        """Take what may join the batch now."""
         joining: list[Answer] = []
         held, now, widest = [], time.monotonic(), 0
         for answer in again:

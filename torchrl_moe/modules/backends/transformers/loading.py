@@ -43,7 +43,6 @@ class Loaded:
 
 
 def load(arguments: EngineArguments) -> Loaded:
-    """Load a model, and test that it can serve."""
     # the model
     transformers.utils.logging.disable_progress_bar()  # no bars in a log
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

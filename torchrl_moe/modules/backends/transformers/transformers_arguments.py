@@ -124,7 +124,6 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
 
 
 def build_engine_args(arguments: Mapping[str, object]) -> EngineArguments:
-    """Return the arguments of a replica, checked."""
     return EngineArguments(**arguments_of(arguments))
 
 

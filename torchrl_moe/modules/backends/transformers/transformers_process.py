@@ -63,11 +63,9 @@ class EngineProcess(EngineProgram):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
-        """Start a request."""
         self.requests.start(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
         self.requests.abort(request_ids)
 
     async def _snapshot(self) -> list[Completion]:
@@ -77,7 +75,6 @@ class EngineProcess(EngineProgram):
         return [self.requests.run()]
 
     def close(self) -> None:
-        """End the engine."""
         self.requests.close()
         self.weights.close()
 
@@ -209,7 +206,6 @@ class EngineRequests:
         self._changed.set()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
         self._aborted.update(name for name in request_ids if name in self._open)
         self._changed.set()
 
@@ -346,7 +342,6 @@ class EngineRequests:
             self._changed.set()
 
     def close(self) -> None:
-        """End the model's thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -370,7 +365,6 @@ class OnlyWorker:
 
     @property
     def parallel_config(self) -> OnlyWorker:
-        """Itself."""
         return self
 
 
@@ -464,7 +458,6 @@ class EngineWeights:
             compare_log_probs(scores.tolist(), canary["log_probs"], canary["tolerance"])
 
     def close(self) -> None:
-        """Close the transport. Idempotent."""
         for one in (self._receiver, self._reader):
             if one is not None:
                 one.close()

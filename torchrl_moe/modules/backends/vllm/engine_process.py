@@ -187,11 +187,9 @@ class EngineProcess(EngineProgram):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
-        """Start a request."""
         self.requests.start(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
         self.requests.abort(request_ids)
 
     async def _snapshot(self) -> list[Completion]:
@@ -271,7 +269,6 @@ class EngineProcess(EngineProgram):
         return f"vLLM's engine core died: {self.engine.dead_error}" if self.engine.errored else super()._death()
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
 
 

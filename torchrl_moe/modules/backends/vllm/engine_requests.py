@@ -174,8 +174,6 @@ KEY = OURS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forced:
-    """What a request follows."""
-
     rows: NDArray[np.integer] | None = None
     is_live: bool = False
     is_recorded: bool = False
@@ -301,7 +299,6 @@ class EngineRequests:
         return len(self._open)
 
     def start(self, request: Request) -> None:
-        """Start a request."""
         self._open[request.request_id] = running = Running(request, time.monotonic())
         self._spawn(self._run(running), partial(self._done, running))
 
@@ -626,7 +623,6 @@ class EngineRequests:
             self._spawn(self._cut(adapted))
 
     def uses(self, adapter: LoRARequest | None) -> bool:
-        """Whether a request in flight is made with an adapter."""
         return any(part.lora is adapter for part in self._parts())
 
     # -- cutting requests short -------------------------------------------------------------------------------------
@@ -636,7 +632,6 @@ class EngineRequests:
         self.cut([self._open[name] for name in request_ids if name in self._open])
 
     def in_flight(self) -> list[Running]:
-        """Return the requests in flight, those too that vLLM is still taking in."""
         return list(self._open.values())
 
     def cut(self, chosen: list[Running]) -> None:

@@ -234,7 +234,6 @@ class EngineWeights:
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
     async def no_swap(self) -> None:
-        """Wait until no swap is running."""
         while not self._open_gate.is_set():  # the next swap may start before a waiter wakes
             await self._open_gate.wait()
 
@@ -488,7 +487,6 @@ class Updates:
         self.sends_adapters = False
 
     async def open(self, transport: str, options: Mapping[str, object]) -> None:
-        """Open the engine's end of a transport."""
         if transport == "adapter":
             self.adapters.init(options, self.weights.replaced)
         else:
@@ -496,7 +494,6 @@ class Updates:
         self.sends_adapters = transport == "adapter"
 
     async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Fetch a version and check it."""
         if self.sends_adapters:
             return await self.adapters.stage(version)
         return await self.weights.stage(version, verify, threads, manifest)
@@ -504,7 +501,6 @@ class Updates:
     async def swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
-        """Serve the version that was staged."""
         if self.sends_adapters:
             return self.adapters.swap(version)
         # whole weights have the adapter merged in, or none

@@ -180,7 +180,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.whole = True
 
     def shutdown(self) -> None:
-        """Close the receiver."""
         if self._receiver is not None:
             self._receiver.close()
 
@@ -215,11 +214,9 @@ class Staging:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is still running."""
         return not self._job.done()
 
     def report(self) -> StagingReport:
-        """Return its progress, as plain data."""
         if self.running:
             return {"running": True, "fetched": 0.0, "error": None}
         error = self._job.exception()
@@ -296,11 +293,9 @@ class WorkerExtension:
         return _compat.router_layer_ids(self.model_runner.get_model())
 
     def torchrl_moe_narrow_routers(self) -> list[str]:
-        """Return the decoder layers whose router does not compute in float32."""
         return router_dtype.narrow_routers(self.model_runner.get_model())
 
     def torchrl_moe_dtypes(self, names: list[str]) -> dict[str, str]:
-        """Return the dtype in which the model holds each tensor of its checkpoint, as far as names tell."""
         return router_dtype.held_dtypes(self.model_runner.get_model(), names)
 
     def torchrl_moe_set_seed(self, seed: int) -> None:
@@ -323,7 +318,6 @@ class WorkerExtension:
         self.model_runner.sampler.torchrl_moe_on = on
 
     def torchrl_moe_runner(self) -> str:
-        """Return the class of the model runner."""
         kind = type(self.model_runner)
         return f"{kind.__module__}.{kind.__qualname__}"
 
