@@ -27,14 +27,10 @@ from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import (
     Completion,
-    CompletionMetrics,
-    CompletionOutput,
-    KeptIds,
     ProbeReport,
     ReplicaInfo,
     ReplicaStats,
     Request,
-    Scoring,
     StageReport,
     SwapReport,
     WeightClaim,
@@ -80,6 +76,7 @@ DATA_CLASSES = {
     kind.__name__: kind for kind in (ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport, WeightClaim)
 }
 COMPLETIONS, REQUESTS = "completions", "requests"
+OURS: Mapping[str, Any] = {COMPLETIONS: list[Completion], **DATA_CLASSES}
 OPTIONS = ("sampling_params", "lora_request", "guided_options")
 OTHERS = tuple(field.name for field in dataclasses.fields(Request) if field.name not in OPTIONS)
 
@@ -204,11 +201,10 @@ def tagged(value: object) -> tuple[str, object]:
 
 def untagged(tag: str, value: Any) -> Any:
     """Undo :func:`tagged`, once the value has come as plain data."""
-    if tag == COMPLETIONS:
-        return [_completion(fields) for fields in value]
-    if tag == REQUESTS:
-        return [_request(fields, value[0]) for fields in value[1]]
-    return msgspec.convert(value, DATA_CLASSES[tag]) if tag else value
+    if tag == REQUESTS:  # those that shared their options share them again
+        options, others = value
+        return [msgspec.convert({**options[fields.pop("options")], **fields}, Request) for fields in others]
+    return msgspec.convert(value, OURS[tag]) if tag else value
 
 
 def _without_options(requests: Sequence[Request]) -> tuple[list[object], list[dict[str, object]]]:
@@ -220,25 +216,6 @@ def _without_options(requests: Sequence[Request]) -> tuple[list[object], list[di
     options: list[object] = [plain({name: getattr(one, name) for name in OPTIONS}) for one in first.values()]
     others = [{name: getattr(one, name) for name in OTHERS} for one in requests]
     return options, [{**fields, "options": places[key]} for key, fields in zip(keys, others, strict=True)]
-
-
-def _request(fields: dict[str, Any], options: Sequence[dict[str, Any]]) -> Request:
-    """Return a request; those that shared their options share them again."""
-    if (resume := fields["resume"]) is not None:
-        fields["resume"] = _completion(resume)
-    if (scoring := fields["scoring"]) is not None:
-        fields["scoring"] = Scoring(temperature=scoring["temperature"], kept=_kept(scoring["kept"]))
-    return Request(**options[fields.pop("options")], **fields)
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    fields["metrics"] = CompletionMetrics(**fields["metrics"])
-    fields["outputs"] = [CompletionOutput(**{**one, "kept": _kept(one["kept"])}) for one in fields["outputs"]]
-    return Completion(**fields)
-
-
-def _kept(fields: dict[str, Any] | None) -> KeptIds | None:
-    return None if fields is None else KeptIds(**fields)
 
 
 def completion_bytes(completion: Completion) -> int:
