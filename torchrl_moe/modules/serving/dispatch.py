@@ -74,7 +74,7 @@ class Submissions:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, requests in outgoing.items():
             streams = any(request.request.stream for request in requests)
-            tell = partial(self._loop.call, self._tell) if streams else None
+            tell: Tell | None = (lambda parts: self._loop.call(self._tell, parts)) if streams else None
             futures = _submit(replica, [request.request for request in requests], tell) if requests else ()
             for answer, future in zip(requests.values(), futures, strict=True):
                 future.add_done_callback(partial(self._take_back, answer))
