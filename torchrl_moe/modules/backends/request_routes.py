@@ -1,6 +1,6 @@
 """What a request may ask of an engine besides answers: to follow recorded experts, and to score its prompt.
 
-Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
+Letters: P prompt tokens, G tokens so far, N tokens of a step, L decoder layers, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from torchrl_moe import _checks
 from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
+from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.errors import RouteShapeError, RouteValueError
-from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
+from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request, Scoring
 
-__all__ = ["RequestRoutes", "check_rows", "rows_of_answer"]
+__all__ = ["RequestRoutes", "check_rows", "drawn_from", "rows_of_answer"]
 
 
 class RequestRoutes:
@@ -110,3 +111,13 @@ def check_rows(rows: NDArray[np.generic], prompt_tokens: int, layout: RoutingLay
     given = torch.from_numpy(np.array(rows))  # a copy: it may be read-only
     _checks.check_routes(given, layout.moe_layers, layout.num_experts, where="token {}".format)
     return rows.astype(layout.numpy_dtype)
+
+
+def drawn_from(logits: torch.Tensor, scoring: Scoring, start: int) -> torch.Tensor:
+    """Return the logits ``[N, V]`` from which a prompt's tokens ``start + 1`` to ``start + N`` were drawn."""
+    logits = logits.float() / scoring.temperature
+    if scoring.kept is None:
+        return logits
+    kept = scoring.kept.after(start + 1).first(len(logits))
+    mask = dense_mask(torch.from_numpy(kept.ids.copy()), torch.from_numpy(kept.sizes.copy()), logits.shape[1])
+    return logits.masked_fill(~mask.to(logits.device), float("-inf"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Draw", "LockedTokenizer", "Sampling", "TextStream", "read_sampling"]
+__all__ = ["Answer", "Draw", "LockedTokenizer", "Sampling", "TextStream", "filled", "read_sampling"]
 
 
 # Text in and out of an engine: a model's tokenizer, and the text of an answer as its tokens come.
@@ -201,6 +201,13 @@ def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
 Rows = NDArray[np.integer]
 
 
+def filled(rows: Rows, tokens: int) -> Rows:
+    """Return a row for each of so many tokens, -1 where none is given."""
+    known = np.full((tokens, *rows.shape[1:]), UNSET_EXPERT, rows.dtype)
+    known[: len(rows)] = rows
+    return known
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     token: int
@@ -292,11 +299,7 @@ class Answer:
         rows = self.followed
         if self.tokens and self.how == "forced" and self._rows:
             rows = np.concatenate(self._rows)
-        if rows is None:
-            return None
-        known = np.full((len(self.ids), *rows.shape[1:]), UNSET_EXPERT, rows.dtype)
-        known[: len(rows)] = rows
-        return known
+        return None if rows is None else filled(rows, len(self.ids))
 
     def note_read(self) -> None:
         """Note that all of its tokens are read: for the first time if it has none of its own, else again."""

@@ -35,7 +35,6 @@ from transformers.cache_utils import DynamicLayer
 
 from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.backends.replica import (
     NOTHING,
     Completion,
@@ -46,13 +45,14 @@ from torchrl_moe.modules.backends.replica import (
     name_kept,
     nothing_yet,
 )
-from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
+from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, drawn_from, rows_of_answer
 from torchrl_moe.modules.backends.transformers.answer import (
     Answer,
     Draw,
     LockedTokenizer,
     Rows,
     Sampling,
+    filled,
     read_sampling,
 )
 from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
@@ -455,14 +455,14 @@ class BatchDecoder:
     def score(self, ids: Sequence[int], scoring: Scoring, followed: Rows | None = None) -> NDArray[np.float32]:
         """Return the log-probs of a sequence's tokens, float32 ``[T]``, NaN for the first."""
         tokens = torch.tensor([list(ids)], device=self.device)
-        routes = self._laid_out([_filled(followed, len(ids))], tokens)
+        routes = self._laid_out([None if followed is None else filled(followed, len(ids))], tokens)
         scores = np.full(len(ids), np.nan, np.float32)
         cache, mask = DynamicCache(), torch.ones_like(tokens, dtype=torch.bool)
         for start in range(0, len(ids) - 1, SCORED_TOKENS):
             stop = min(start + SCORED_TOKENS, len(ids) - 1)
             part = None if routes is None else routes[:, start:stop]
             logits, _ = self._forward(tokens[:, start:stop], mask[:, :stop], cache, part, stop - start)
-            log_probs = _drawn_by(logits[0].float(), scoring, start).log_softmax(-1)
+            log_probs = drawn_from(logits[0], scoring, start).log_softmax(-1)
             chosen = log_probs.gather(-1, tokens[0, start + 1 : stop + 1, None])[:, 0]
             scores[start + 1 : stop + 1] = chosen.cpu().numpy()
         return scores
@@ -512,27 +512,6 @@ def _widened(mask: Tensor, width: int) -> Tensor:
 
 def _wider(states: Tensor, width: int) -> Tensor:
     return nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
-
-
-def _filled(rows: Rows | None, tokens: int) -> Rows | None:
-    """Return rows for all tokens, -1 where none are given."""
-    if rows is None:
-        return None
-    known = np.full((tokens, *rows.shape[1:]), UNSET, rows.dtype)
-    known[: len(rows)] = rows
-    return known
-
-
-def _drawn_by(logits: Tensor, scoring: Scoring, start: int) -> Tensor:
-    """Return the logits ``[N, V]`` from which the tokens ``start + 1`` to ``start + N`` were drawn."""
-    logits = logits / scoring.temperature
-    if scoring.kept is None:
-        return logits
-    sizes, ids = torch.from_numpy(scoring.kept.sizes.copy()), torch.from_numpy(scoring.kept.ids.copy())
-    wanted = torch.zeros(len(sizes), dtype=torch.bool)
-    wanted[start + 1 : start + 1 + len(logits)] = True
-    mask = dense_mask(*select_rows(ids, sizes, wanted), logits.shape[1])
-    return logits.masked_fill(~mask.to(logits.device), float("-inf"))
 
 
 # The answers that wait to join the batch, and the prompts that wait for their scores: who is next, and who fits.

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -308,31 +308,20 @@ def _what_they_do() -> tuple[bool, float]:
     return stopped, seconds
 
 
-class KeepsLoad(Protocol):
-    """What :func:`load_logger` returns."""
-
-    load: Load
-
-    def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """Return the logger of an engine."""
-
-
-def load_logger() -> KeepsLoad:
-    """Return a stat logger of vLLM's that keeps a :class:`Load` as its ``load``; give vLLM its ``factory``.
+def load_logger(load: Load) -> StatLoggerBase:
+    """Return a stat logger of vLLM's that keeps a :class:`Load`; it is its own factory, which is what vLLM takes.
 
     A function, since its base class is vLLM's, which only an engine process may import.
     """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class LoadLogger(StatLoggerBase):
-        """The scheduler's own stats; :meth:`factory` returns this very object."""
+        """The scheduler's own stats, summed over the data-parallel engines."""
 
         def __init__(self) -> None:
-            self.load = Load()
             self._of_engines: dict[int, tuple[int, int, float]] = {}
 
-        def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
-            """Return this logger for each data-parallel engine: it sums them up."""
+        def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
             del vllm_config, engine_index
             return self
 
@@ -345,7 +334,6 @@ def load_logger() -> KeepsLoad:
         ) -> None:
             """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
             del mm_cache_stats
-            load = self.load
             if scheduler_stats is not None:
                 of_engine = (
                     scheduler_stats.num_running_reqs,
@@ -383,8 +371,8 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     _compat.keep_prefix_cache_with_latents()
     _compat.inspect_models_here()
     engine_args = build_engine_args(arguments)
-    logger = load_logger()
-    engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
+    load = Load()
+    engine, reason = _compat.make_async_llm(engine_args, [load_logger(load)])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
     # what the workers found out about themselves
@@ -417,7 +405,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     sampling = SamplingParamsBuilder(
         reports_masks, model_config.logprobs_mode, _compat.reads_prefix_cache(engine.vllm_config)
     )
-    return engine, info, logger.load, sampling
+    return engine, info, load, sampling
 
 
 async def check_routers(engine: AsyncLLM) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.replica import Scoring, leaves_ids_out
+from torchrl_moe.modules.backends.replica import KeptIds, Scoring, leaves_ids_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -367,19 +367,12 @@ def adjusted(logits: Tensor, params: SamplingParams, start: int) -> Tensor:
     packed = (params.extra_args or {}).get(KEY)
     if packed is None:
         return logits
-    logits = logits.float() / packed["temperature"]
-    if "sizes" not in packed:
-        return logits
-    import torch
+    from torchrl_moe.modules.backends.request_routes import drawn_from
 
-    from torchrl_moe.data.kept_tokens import dense_mask, select_rows
-
-    sizes = torch.from_numpy(np.frombuffer(packed["sizes"], np.int32).copy())
-    ids = torch.from_numpy(np.frombuffer(packed["ids"], np.int32).copy())
-    wanted = torch.zeros(len(sizes), dtype=torch.bool)
-    wanted[start + 1 : start + 1 + len(logits)] = True
-    mask = dense_mask(*select_rows(ids, sizes, wanted), logits.shape[1])
-    return logits.masked_fill(~mask.to(logits.device), float("-inf"))
+    kept = None
+    if "sizes" in packed:
+        kept = KeptIds(np.frombuffer(packed["ids"], np.int32), np.frombuffer(packed["sizes"], np.int32))
+    return drawn_from(logits, Scoring(temperature=packed["temperature"], kept=kept), start)
 
 
 def prompt_logprobs(given: Tensor | NDArray[np.floating] | None, tokens: int) -> NDArray[np.float32] | None:
