@@ -81,9 +81,6 @@ KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
 def leaves_ids_out(value_of: Callable[[str], object]) -> str | None:
     """Return a sampling parameter that may leave ids out of what a token is drawn from; ``None`` if there is none.
 
-    Args:
-        value_of: the value of a parameter, by its name.
-
     >>> leaves_ids_out({"top_p": 0.95}.get), leaves_ids_out({"top_p": 1.0, "top_k": -1}.get)
     ('top_p', None)
     """
@@ -105,9 +102,6 @@ class KeptIds:
     @classmethod
     def of_masks(cls, masks: Sequence[Sequence[int] | NDArray[np.int32]], tokens: int) -> KeptIds | None:
         """Join the masks of an answer of ``tokens`` tokens; ``None`` if no id was left out of any.
-
-        Raises:
-            EngineError: some were left out, and there are not as many masks as tokens.
 
         >>> KeptIds.of_masks([[5, 7], [], [~3]], 3)
         KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1], dtype=int32))

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from tqdm.auto import tqdm
@@ -445,9 +444,7 @@ class AsyncVLLM(GenerationService):
                 pass
         super()._check_running(what)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         (self.disconnect if self._is_guest else self.shutdown)()
 
 

@@ -405,11 +405,7 @@ class Fleet:
         self.table.mark_dead(entry.index, reason, replica)
 
     async def note_death(self, entry: TableEntry) -> None:
-        """Mark a replica that has died, once it has reported why, or had the time to.
-
-        Raises:
-            EngineError: it cannot be asked.
-        """
+        """Mark a replica that has died, once it has reported why, or had the time to."""
         replica = entry.replica
         if entry.state is ReplicaState.STARTING and entry.recovery is not Recovery.UPDATE:
             return  # what starts it notices

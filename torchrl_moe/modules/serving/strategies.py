@@ -127,11 +127,7 @@ class RoundRobin(Strategy):
 
 
 class PowerOfTwo(Strategy):
-    """Of two candidates drawn at random, the less loaded one.
-
-    Args:
-        rng: draws them.
-    """
+    """Of two candidates drawn at random, the less loaded one."""
 
     name = "power-of-two"
 
@@ -353,10 +349,8 @@ since halves it); that epoch; the numbers of the caches that hold it, the latest
 class PrefixIndex:
     """A radix tree of prompts' keys, its least recently used branches dropped.
 
-    A key identifies everything before it, so a branch is found by its first key alone.
-
-    Args:
-        capacity: keys kept; one takes about three hundred bytes where prompts are short.
+    A key identifies everything before it, so a branch is found by its first key alone. It keeps ``capacity`` keys; one
+    takes about three hundred bytes where prompts are short.
     """
 
     def __init__(self, capacity: int = 1 << 18) -> None:
@@ -392,21 +386,13 @@ class PrefixIndex:
     def share(self, branch: Branch, is_distinct: bool) -> float:
         """Return the share of all distinct prompts that begin with a branch; 0 if only one does.
 
-        Args:
-            branch: on the path of the prompt in question.
-            is_distinct: whether that prompt is one more.
+        ``is_distinct``: whether the prompt on whose path it is, is one more.
         """
         prompts = (branch[1] >> (self._epoch - branch[2])) + is_distinct
         return prompts / (self._prompts + is_distinct) if prompts > 1 else 0.0
 
     def record(self, keys: list[int], cache: int, is_distinct: bool) -> None:
-        """Note that a prompt went to the replica whose cache has this number.
-
-        Args:
-            keys: of the prompt.
-            cache: the number.
-            is_distinct: what :meth:`match` said.
-        """
+        """Note that a prompt went to the replica whose cache has this number; ``is_distinct``: as :meth:`match` said."""
         branches, epoch = self._branches, self._epoch
         way = []
         position = 0
@@ -568,12 +554,7 @@ STRATEGIES: Mapping[str, Callable[[Settings], Strategy]] = {
 
 
 def make_strategy(strategy: str | Strategy, settings: Settings | None = None) -> Strategy:
-    """Return a strategy by name (hyphens or underscores), or the object as it is.
-
-    Raises:
-        ValueError: the name is not one of ours.
-        TypeError: neither a name nor a :class:`Strategy`.
-    """
+    """Return a strategy by name (hyphens or underscores), or the object as it is."""
     if isinstance(strategy, str):
         maker = STRATEGIES.get(strategy.replace("_", "-"))
         if maker is None:
@@ -592,13 +573,6 @@ class Hierarchy:
 
     A strategy that raises, or returns a replica that may not take the request, counts as having no opinion; a warning
     is shown once.
-
-    Args:
-        strategies: names or objects, at least one.
-        settings: for those made by name.
-
-    Raises:
-        ValueError: an unknown name, or no strategy at all.
     """
 
     def __init__(self, strategies: str | Strategy | Sequence[str | Strategy], settings: Settings) -> None:

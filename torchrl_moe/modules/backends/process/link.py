@@ -244,11 +244,7 @@ def head_of(frames: Sequence[Buffer]) -> tuple[str, str]:
 
 
 def read(stream: SocketStream) -> Message:
-    """Receive one message.
-
-    Raises:
-        EOFError, OSError: the other side is gone, or what it sent is no message.
-    """
+    """Receive one message; ``EOFError`` or ``OSError``: the other side is gone, or what it sent is no message."""
     frames = stream.receive()
     try:
         return (*head_of(frames), decode(frames[1:]))
@@ -280,11 +276,7 @@ class SocketStream:
         self._write([memoryview(header), *views])
 
     def receive(self) -> list[memoryview]:
-        """Read a message, each frame into memory of its own; ``EOFError`` if the other side is gone.
-
-        Raises:
-            OSError: it is larger than it may be.
-        """
+        """Read a message; ``EOFError``: the other side is gone, ``OSError``: it is larger than it may be."""
         (count,) = COUNT.unpack(self._take(COUNT.size))
         self._check(count, MOST_FRAMES, "frames")
         lengths = [length for (length,) in LENGTH.iter_unpack(self._take(count * LENGTH.size))]

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import AuthenticationError
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -137,9 +136,7 @@ class SealedStream(SocketStream):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -270,11 +270,7 @@ class Answer:
     # -- growing ----------------------------------------------------------------------------------------------------
 
     def go_on_from(self, given: CompletionOutput) -> None:
-        """Continue from what an earlier request generated of it.
-
-        Raises:
-            ValueError: it already has as many tokens as it may have.
-        """
+        """Continue from what an earlier request generated of it."""
         had = given.token_ids.tolist()
         if len(had) >= self.limit:
             raise ValueError(
@@ -308,11 +304,7 @@ class Answer:
             self._resume = "live" if live else "forced"
 
     def add_rows(self, rows: Rows) -> None:
-        """Take the rows of the last positions that were computed; those of positions that have some already stay.
-
-        Args:
-            rows: ``[rows, L, K]``, up to that of the last token.
-        """
+        """Take the rows ``[rows, L, K]`` of the last positions; those of positions that have some already stay."""
         if self._rows is not None:
             tokens = len(self.prompt_ids) + len(self.tokens)
             self._rows.append(rows[len(rows) - (tokens - self._rows_held) :])
