@@ -392,7 +392,7 @@ class PrefixIndex:
         return prompts / (self._prompts + is_distinct) if prompts > 1 else 0.0
 
     def record(self, keys: list[int], cache: int, is_distinct: bool) -> None:
-        """Note that a prompt went to the replica whose cache has this number; ``is_distinct``: as :meth:`match` said."""
+        """Note that a prompt went to the replica with this cache; ``is_distinct`` is what :meth:`match` said."""
         branches, epoch = self._branches, self._epoch
         way = []
         position = 0
