@@ -6,7 +6,7 @@ take, or that can no longer be taken; of requests with the same needs only the f
 outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n wake-ups.
 
 A killed replica delivers nothing: its requests start again from their prompts, on a replica that the balancer picks.
-Those that may have killed it are tried again alone (``suspects.py``), so that they kill no more than one other.
+Those that may have killed it are tried again alone (:class:`Suspects`), so that they kill no more than one other.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
                 ^              v            |              | the replica died
                 |            unplaced       |              v
                 +--- waits for a change     +------- tries again, perhaps
-                     of the replica table            alone: see ``suspects``
+                     of the replica table            alone: see ``Suspects``
 
 An abort, or a call that ends early (deadline, Ctrl-C), takes a waiting request out at once; a request in flight ends
 with the tokens that its engine returns for it.
@@ -302,7 +302,7 @@ def _comes(entry: TableEntry, has_deadline: bool) -> bool:
 
 @dataclass(slots=True)
 class _Kind:
-    waits_for: int  # see placing.prospect
+    waits_for: int  # see :func:`prospect`
     requests: OrderedDict[InFlight, None] = field(default_factory=OrderedDict)  # in order of arrival
 
     @property

@@ -162,7 +162,7 @@ class Part:
 #
 # .. code-block:: text
 #
-#     engine process       scheduler (``schedulers.py``)           worker (``forced_routing.py``)
+#     engine process       scheduler (``MoEScheduler``)           worker (``ForcedRouting``)
 #     attach(params) ----> params: rows key the cache blocks ----> params: rows of a new request
 #                          preempted: keep the recorded rows ----> in the step's message: rows of a resumed request
 #

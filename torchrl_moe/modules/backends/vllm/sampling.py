@@ -286,7 +286,7 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
 #
 # vLLM scores any ids that a request names for each position (``prompt_logprob_token_ids``), normalised over the
 # vocabulary at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
-# ids travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
+# ids travel in its ``SamplingParams``, as its rows do (``Forced``), and the worker divides and masks logits by
 # them. (Naming all kept tokens instead would need no hook, but a rectangle of ids as wide as the longest list.)
 #
 # Letters: P prompt tokens, N tokens of a step, V vocabulary.

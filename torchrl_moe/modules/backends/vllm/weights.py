@@ -195,7 +195,7 @@ class EngineWeights:
         self._swaps = 0
         self._left_paused = False  # by a failed swap, not by the user
         self.user_paused = False
-        self.awake = asyncio.Event()  # otherwise new requests wait; see ``sleeping.py``
+        self.awake = asyncio.Event()  # otherwise new requests wait; see ``EngineSleep``
         self.awake.set()
         self.accepting = asyncio.Event()  # otherwise vLLM refuses new requests: it is paused, and not to keep them
         self.accepting.set()
