@@ -33,8 +33,14 @@ from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
 from torchrl_moe.modules.backends.vllm import weight_check
 from torchrl_moe.modules.backends.vllm import weights as adapter_versions
-from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
-from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeights, Updates
+from torchrl_moe.modules.backends.vllm.weights import (
+    FIRST_NUMBER,
+    AdapterVersions,
+    EngineWeights,
+    Updates,
+    WeightCheck,
+    is_weight_check,
+)
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreWriter, adapter_tensors
 from torchrl_moe.store.writer import version_path

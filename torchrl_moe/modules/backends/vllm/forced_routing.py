@@ -48,7 +48,7 @@ from torchrl_moe._compat import SCHEDULERS
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, forced_in, forced_of
-from torchrl_moe.modules.backends.vllm.weight_check import is_weight_check
+from torchrl_moe.modules.backends.vllm.weights import is_weight_check
 from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception
 
 if TYPE_CHECKING:
