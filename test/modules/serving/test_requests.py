@@ -24,7 +24,6 @@ from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM, LoadBalancer
 from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
-from torchrl_moe.modules.serving import launch
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.requests import (
     Placement,
@@ -266,7 +265,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Services that would have been started."""
     made: list[Any] = []
     monkeypatch.setattr(AsyncVLLM, "start", lambda self, *_: made.append(self) or self)
-    monkeypatch.setattr(launch, "_checked", lambda path: path)
     return made
 
 

@@ -44,8 +44,6 @@ from torchrl_moe.modules.serving.service import GenerationService
 if TYPE_CHECKING:
     import vllm
 
-    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
@@ -353,7 +351,7 @@ class AsyncVLLM(GenerationService):
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
-            cast("RayReplica", entry.replica).join()
+            cast(Any, entry.replica).join()  # a replica in Ray
         for entry in self.replica_table:
             try:
                 self._wait(entry, deadline, seconds)
@@ -405,7 +403,7 @@ class AsyncVLLM(GenerationService):
         self._running = False
         self._dispatcher.close("this driver disconnected from the service")
         try:
-            self._fleet.end(lambda replica: cast("RayReplica", replica).disconnect())
+            self._fleet.end(lambda replica: cast(Any, replica).disconnect())
         finally:
             self._dispatcher.stop()
 
