@@ -129,16 +129,8 @@ class GenerationService:
 
     TorchRL's code accepts it as its own engine: ``isinstance(service, RLvLLMEngine)`` holds.
 
-    Args:
-        replicas: at least one, not started yet.
-        sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
-            object; by default vLLM's own defaults, with log-probs. A call's parameters replace it: the two are not
-            merged.
-        metrics: whether :attr:`metrics` counts requests.
-        max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
-            priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
-        faults: how faults are handled.
-        make_replica: makes a replica for an index, to replace one that died or to add one; else neither is possible.
+    The replicas are not started yet. ``make_replica`` makes one for an index, to replace one that died or to add one;
+    without it neither is possible. :class:`AsyncVLLM` describes the other arguments.
 
     Attributes:
         replica_table: what is known of each replica.

@@ -88,10 +88,6 @@ class Running:
             return self.scores is not None
         return all(answer.finish_reason is not None for answer in self.answers)
 
-    @property
-    def generated(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers) - self.kept
-
     def completion(self) -> Completion:
         """Return its completion so far; answers that still grow count as cut."""
         request, began, given = self.request, self.started, self.request.resume

@@ -132,17 +132,7 @@ class EngineProcess(EngineProgram):
         return ProbeReport(core_answered=answered, cpu_seconds=times.user + times.system)
 
     def _stats(self) -> ReplicaStats:
-        load = self.load
-        return ReplicaStats(
-            running=load.running,
-            waiting=load.waiting,
-            cache_usage=load.cache_usage if self.requests else 0.0,
-            generation_seconds=self.requests.seconds,
-            steps=load.steps,
-            step_at=load.step_at,
-            weights_version=self.requests.version,
-            **self.requests.counts,
-        )
+        return self.load.stats(self.requests.version, busy=bool(self.requests))
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +152,7 @@ BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError
 
 
 class EngineRequests:
-    """Requests in flight, and the stats of those that are done."""
+    """Requests in flight; those that are done are counted."""
 
     def __init__(
         self,
@@ -175,8 +165,6 @@ class EngineRequests:
         self.step_lock = asyncio.Lock()
         self.version = 0
         self.load = Load()
-        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "generated_tokens"), 0)
-        self.seconds = 0.0
         self._reader, self._send, self._refuse = reader, send, refuse
         self._open: dict[str, Running] = {}
         self._line = WaitingLine(reader.arguments, reader.token_bytes, self._may_run)
@@ -282,14 +270,11 @@ class EngineRequests:
     def _end(self, running: Running) -> None:
         del self._open[running.request.request_id]
         self._aborted.discard(running.request.request_id)  # the id is free for another
-        self.counts["requests"] += 1
-        if running.request.scoring is None:
-            self.counts["completions"] += len(running.answers) + len(running.done)
-            self.counts["generated_tokens"] += running.generated
-        self.counts["prompt_tokens"] += len(running.prompt_ids)
-        self.seconds += time.monotonic() - running.started
+        done = running.completion()
+        before = sum(len(output.token_ids) for output in running.done.values()) + running.kept
+        self.load.count(running.request, done, time.monotonic() - running.started, before)
         running.over.set()
-        self._send(running.completion())
+        self._send(done)
 
     async def snapshot(self) -> list[Completion]:
         """Return what each request has so far, without disturbing any."""

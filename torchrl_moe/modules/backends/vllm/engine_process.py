@@ -178,6 +178,7 @@ class EngineProcess(EngineProgram):
                 engine.model_config.get_vocab_size(),
             ),
             tell=self.tell,
+            load=load,
         )
         self.sleeping = EngineSleep(engine, self.weights)
         adapters = AdapterVersions(engine, self.requests, self.sleeping.check_awake)
@@ -249,21 +250,7 @@ class EngineProcess(EngineProgram):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def _stats(self) -> ReplicaStats:
-        # vLLM reports at each step, and an idle engine takes none
-        load, busy = self.load, bool(self.requests)
-        return ReplicaStats(
-            running=load.running if busy else 0,
-            waiting=load.waiting if busy else 0,
-            cache_usage=load.cache_usage if busy else 0.0,
-            generation_seconds=self.requests.seconds,
-            cache_queries=load.cache_queries,
-            cache_hits=load.cache_hits,
-            preemptions=load.preemptions,
-            steps=load.steps,
-            step_at=load.step_at,
-            weights_version=self.weights.proved_version,
-            **self.requests.counts,
-        )
+        return self.load.stats(self.weights.proved_version, busy=bool(self.requests))
 
     def _death(self) -> str:
         return f"vLLM's engine core died: {self.engine.dead_error}" if self.engine.errored else super()._death()

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe import _compat
+from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionMetrics,
@@ -265,7 +266,7 @@ class Running:
 
 
 class EngineRequests:
-    """Requests in flight, and the stats of those that are done."""
+    """Requests in flight; those that are done are counted."""
 
     def __init__(
         self,
@@ -276,13 +277,12 @@ class EngineRequests:
         sampling: SamplingParamsBuilder | None = None,
         routes: RequestRoutes | None = None,
         tell: Callable[[list[Completion]], None] = lambda _: None,
+        load: Load | None = None,
     ) -> None:
         self.engine = engine
         self.weights = weights
         self.adapter: LoRARequest | None = None
-        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
-        self.counts["generated_tokens"] = 0
-        self.seconds = 0.0
+        self.load = load or Load()
         self._send = send
         self._refuse = refuse
         self._tell = tell
@@ -316,18 +316,8 @@ class EngineRequests:
         if error is not None:
             self._refuse(running.request.request_id, error)
             return
-        self._count(task.result(), time.monotonic() - running.started)
-        self.counts["generated_tokens"] -= running.kept
+        self.load.count(running.request, task.result(), time.monotonic() - running.started, running.kept)
         self._send(without_known_rows(task.result(), running.request))
-
-    def _count(self, completion: Completion, seconds: float) -> None:
-        self.counts["requests"] += 1
-        if completion.prompt_logprobs is None:  # else it was scored, and its one token belongs to no answer
-            self.counts["completions"] += len(completion.outputs)
-            self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
-        self.counts["prompt_tokens"] += len(completion.prompt_token_ids)
-        self.counts["cached_tokens"] += completion.num_cached_tokens
-        self.seconds += seconds
 
     # -- one request ------------------------------------------------------------------------------------------------
 
