@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.backends.replica import Replica
 
-__all__ = [
-    "check_reachable",
-    "check_tokenizer",
-    "check_weights",
-    "checkpoint_folder",
-    "checkpoint_kinds",
-    "checkpoint_metadata",
-    "is_written_as_path",
-    "load_tokenizer",
-    "tokenizer_files",
-]
-
 INDEX = "model.safetensors.index.json"
 INDICES = (INDEX, "pytorch_model.bin.index.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "adapter_config.json")

@@ -31,8 +31,6 @@ from torchrl_moe.modules.backends.replica import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CALLER", "Engine", "WeightOwner", "WeightUpdates", "compare_log_probs"]
-
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 """The driver whose command runs; empty in a process that has one driver."""
 

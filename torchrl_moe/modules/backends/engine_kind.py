@@ -17,8 +17,6 @@ from typing import Any
 
 import torchrl_moe
 
-__all__ = ["EngineKind", "engine_kind", "find_kind", "process_environment", "with_own_seed"]
-
 KINDS: Mapping[str, str] = {
     "vllm": "torchrl_moe.modules.backends.vllm.engine_args",
     "transformers": "torchrl_moe.modules.backends.transformers.transformers_arguments",

@@ -31,31 +31,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = [
-    "Completion",
-    "CompletionMetrics",
-    "CompletionOutput",
-    "KeptIds",
-    "OnResume",
-    "PauseMode",
-    "ProbeReport",
-    "Replica",
-    "ReplicaInfo",
-    "ReplicaStats",
-    "Request",
-    "Scoring",
-    "StageReport",
-    "SwapReport",
-    "Tell",
-    "WeightClaim",
-    "joined",
-    "leaves_ids_out",
-    "name_kept",
-    "nothing_yet",
-    "this_process",
-    "without_known_rows",
-]
-
 
 # The token ids that sampling kept for each token of an answer, as flat arrays, on their way from a worker to a rollout.
 #

@@ -17,8 +17,6 @@ from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request, Scoring
 
-__all__ = ["RequestRoutes", "check_rows", "drawn_from", "rows_of_answer"]
-
 
 class RequestRoutes:
     """Decides whether requests to one engine may, and checks their rows."""

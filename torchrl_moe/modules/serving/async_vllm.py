@@ -21,7 +21,7 @@ from torchrl_moe._checks import check_bool
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
@@ -37,14 +37,11 @@ from torchrl_moe.modules.serving.launch import (
     ray_factory,
     ray_service,
 )
-from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
 from torchrl_moe.modules.serving.service import GenerationService
 
 if TYPE_CHECKING:
     import vllm
-
-__all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
 _ENTERING = threading.RLock()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Never, cast
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
+from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.strategies import (
     DEFAULT_HIERARCHY,
     OVERLOAD_THRESHOLD,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.backends.replica import Completion, Replica
     from torchrl_moe.modules.serving.requests import SamplingParams
-
-__all__ = ["ActorHandle", "Lease", "LoadBalancer"]
 
 
 # The lease: a request's claim on a replica, which counts its load exactly once.

@@ -19,23 +19,6 @@ from torchrl_moe._checks import check_bool, check_number
 if TYPE_CHECKING:
     from torchrl_moe.modules.backends.replica import Replica, ReplicaStats
 
-__all__ = [
-    "GONE",
-    "MOST_GROUPS",
-    "TRANSITIONS",
-    "Breaker",
-    "BreakerState",
-    "CacheUsage",
-    "Candidates",
-    "FaultPolicy",
-    "Groups",
-    "Recovery",
-    "ReplicaState",
-    "TableEntry",
-    "check_transition",
-    "load_bound",
-]
-
 
 # How a service handles faults: when it restarts, probes or avoids a replica, and how often a request is tried.
 

@@ -37,9 +37,6 @@ from torchrl_moe.modules.serving.in_flight import (
 )
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
-__all__ = ["PRIORITY_SECONDS", "Admission", "Dispatcher", "Submissions", "abort_on"]
-
-
 # Sends requests to replicas, and returns their outcomes to the loop.
 
 

@@ -15,8 +15,6 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from torchrl_moe.errors import EngineError
 
-__all__ = ["EventLoop", "NoThreadError", "in_thread", "tell", "wake"]
-
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

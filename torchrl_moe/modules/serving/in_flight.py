@@ -33,21 +33,6 @@ from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState,
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.requests import Placement, whole
 
-__all__ = [
-    "GROUP",
-    "LAST_SENT",
-    "Call",
-    "InFlight",
-    "Needs",
-    "Suspects",
-    "Unplaced",
-    "may_wait_for",
-    "needs",
-    "prospect",
-    "take_lease",
-    "takes",
-]
-
 LOG = logging.getLogger(__name__)
 
 

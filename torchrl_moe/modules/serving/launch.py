@@ -20,27 +20,6 @@ from torchrl_moe.modules.backends.checkpoint import is_written_as_path
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.replica import Replica
 
-__all__ = [
-    "TIMEOUT_VARIABLE",
-    "Device",
-    "DeviceSets",
-    "Devices",
-    "EngineArguments",
-    "EngineName",
-    "ReplicaFactory",
-    "check_backend",
-    "check_log_folder",
-    "default_timeout",
-    "devices_of_trainer",
-    "local_factory",
-    "pretrained_arguments",
-    "ranks_here",
-    "ray_factory",
-    "ray_service",
-    "visible_devices",
-]
-
-
 # Which GPUs the local replicas of a service compute on: those that the user names, else free ones.
 
 

@@ -27,8 +27,6 @@ from torchrl_moe.modules.serving.candidates import (
 if TYPE_CHECKING:
     from torchrl_moe.modules.backends.replica import Replica
 
-__all__ = ["ReplicaTable", "TableEntry"]
-
 LOG = logging.getLogger(__name__)
 
 SHOWN = 8

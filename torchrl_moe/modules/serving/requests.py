@@ -27,27 +27,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
-__all__ = [
-    "ONE_TOKEN",
-    "Placement",
-    "Prompt",
-    "PromptBatch",
-    "SamplingParameters",
-    "check_resume",
-    "check_service",
-    "check_timeout",
-    "common_request",
-    "integers",
-    "make_request",
-    "normalise_prompts",
-    "placements",
-    "request_ids_each",
-    "rows_each",
-    "scores_of",
-    "scorings",
-    "whole",
-]
-
 
 # What ``generate`` accepts, in one form: a list of prompts, each text, token ids, or a completion to resume.
 #

@@ -77,8 +77,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GenerationService", "Progress"]
-
 
 # The progress bar of a call.
 

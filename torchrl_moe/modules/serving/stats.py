@@ -26,24 +26,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-__all__ = [
-    "COUNTERS",
-    "ENGINE_COUNTERS",
-    "OF_THE_ENGINE",
-    "OF_THE_TABLE",
-    "OUTCOMES",
-    "Histogram",
-    "Metrics",
-    "ReplicaMetric",
-    "ServiceCollector",
-    "Totals",
-    "breaker_state",
-    "describe",
-    "prometheus_text",
-    "replica_row",
-    "service_html",
-]
-
 
 # Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
 #

@@ -25,30 +25,6 @@ from xxhash import xxh3_64_intdigest
 from torchrl_moe._checks import check_callable, check_instance, check_number
 from torchrl_moe.modules.serving.candidates import GONE, Candidates, TableEntry, load_bound
 
-__all__ = [
-    "DEFAULT_HIERARCHY",
-    "STRATEGIES",
-    "TOKEN_BYTES",
-    "Branch",
-    "Hierarchy",
-    "KVCache",
-    "LeastRequests",
-    "PowerOfTwo",
-    "PrefixAware",
-    "PrefixIndex",
-    "RoundRobin",
-    "RoutingContext",
-    "SessionAffinity",
-    "Settings",
-    "Strategy",
-    "check_overload_threshold",
-    "check_prefix_length",
-    "make_strategy",
-    "prompt_bytes",
-    "prompt_keys",
-]
-
-
 # The base class of balancing strategies, and what they know of a request.
 
 

@@ -29,8 +29,6 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.engine_program import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 from torchrl_moe.modules.backends.process.fork_server import CannotFork, ForkedProcess, Launch, fork_server
 
-__all__ = ["Child", "configuration"]
-
 Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 """The leader of its group."""
 

@@ -38,24 +38,6 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
-__all__ = [
-    "DRIVER_VARIABLE",
-    "FOLDER_VARIABLE",
-    "EngineProgram",
-    "Inbox",
-    "Load",
-    "OpenEngine",
-    "Send",
-    "StatsFeed",
-    "end_group",
-    "end_group_later",
-    "end_with_leader",
-    "kill_group",
-    "run_engine",
-    "run_script",
-]
-
-
 # The engine's stats, sent to the driver unasked, a few times a second, when they have changed.
 #
 # The driver keeps the last ones, so reading them costs the engine nothing.

@@ -36,24 +36,6 @@ from torchrl_moe.modules.backends.replica import (
     WeightClaim,
 )
 
-__all__ = [
-    "MOST_BYTES",
-    "NUMBERS",
-    "Frames",
-    "Message",
-    "Outbox",
-    "SocketStream",
-    "completion_bytes",
-    "decode",
-    "encode",
-    "head_of",
-    "message",
-    "plain",
-    "read",
-    "tagged",
-    "untagged",
-]
-
 LOG = logging.getLogger(__name__)
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[Buffer]"

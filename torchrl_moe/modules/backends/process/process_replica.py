@@ -28,8 +28,6 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.replica import Completion, Replica, ReplicaInfo, ReplicaStats, Request, Tell
 
-__all__ = ["EngineReplica", "Link", "LocalReplica"]
-
 READY = -1  # the number of the one result that answers no call
 P = ParamSpec("P")
 

@@ -34,8 +34,6 @@ from torchrl_moe.modules.backends.ray.replica_host import SealedStream, dial
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-__all__ = ["ActorLink", "RayReplica"]
-
 
 # A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and leaves it.
 #

@@ -33,16 +33,6 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.process.link import MOST_BYTES, SocketStream
 
-__all__ = [
-    "Address",
-    "Listener",
-    "ReplicaHost",
-    "SealedStream",
-    "TamperedError",
-    "dial",
-]
-
-
 # A connection that authenticates every message: its sender, its content and its place in the order.
 #
 # Both sides draw a nonce. From both nonces and the key they share, each derives a key per direction, so no message of

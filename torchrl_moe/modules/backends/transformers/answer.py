@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Draw", "LockedTokenizer", "Sampling", "TextStream", "filled", "read_sampling"]
-
 
 # Text in and out of an engine: a model's tokenizer, and the text of an answer as its tokens come.
 

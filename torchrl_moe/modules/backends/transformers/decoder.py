@@ -62,8 +62,6 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
-
 
 # A request in flight: its parts, whether it can be served, and its result so far.
 

@@ -25,8 +25,6 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Loaded", "load"]
-
 NO_ROUTES = "the engine captures no routes"
 MAX_MODEL_LEN = 8192  # of a model that names no limit
 

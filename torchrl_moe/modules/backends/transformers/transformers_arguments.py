@@ -14,15 +14,6 @@ from typing import Any
 from torchrl_moe.modules.backends.checkpoint import check_tokenizer, check_weights
 from torchrl_moe.modules.backends.engine_kind import process_environment, with_own_seed
 
-__all__ = [
-    "PROGRAM",
-    "EngineArguments",
-    "arguments_of",
-    "build_engine_args",
-    "engine_environment",
-    "seeded",
-]
-
 PROGRAM = "torchrl_moe.modules.backends.transformers.transformers_process"
 seeded = with_own_seed
 

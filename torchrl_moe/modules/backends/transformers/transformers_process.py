@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.backends.transformers.loading import Loaded
 
-__all__ = ["EngineRequests", "EngineWeights", "exchange"]
-
 
 class EngineProcess(EngineProgram):
     """One engine process over plain transformers."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Adapters", "build_lora_request", "load_adapter", "unused_modules"]
-
 SHOWN_MODULES = 4
 
 

@@ -30,20 +30,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-__all__ = [
-    "PROGRAM",
-    "ROUTER_DTYPE",
-    "RUNNER",
-    "WORKER_EXTENSION",
-    "arguments_of",
-    "build_engine_args",
-    "check_vllm",
-    "devices_per_replica",
-    "engine_environment",
-    "reason_not_to_fork",
-    "seeded",
-]
-
 # vLLM warns on each CPU, where its kernels have functions of ours: see ``cpu_kernels``
 logging.getLogger("vllm.triton_utils.importing").addFilter(
     lambda record: "doesn't include CPU backend" not in record.getMessage()

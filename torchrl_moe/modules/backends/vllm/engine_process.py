@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-__all__ = ["EngineProbe", "EngineSleep", "check_routers", "load_logger"]
-
 
 # An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
 #

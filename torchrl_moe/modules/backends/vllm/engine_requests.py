@@ -53,18 +53,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import RequestStateStats
     from vllm.v1.request import Request as SchedulerRequest
 
-__all__ = [
-    "EngineRequests",
-    "Forced",
-    "Part",
-    "attach",
-    "attached",
-    "completion_from_vllm",
-    "forced_in",
-    "forced_of",
-    "sampled_logprobs",
-]
-
 
 # From vLLM's ``RequestOutput`` to our :class:`Completion`: every decision about a vLLM output field is here.
 #

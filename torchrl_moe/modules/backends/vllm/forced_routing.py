@@ -60,18 +60,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-__all__ = [
-    "FORMULAS",
-    "AsyncMoEScheduler",
-    "ForcedRouting",
-    "MoEScheduler",
-    "follow_in_workers",
-    "forced_routing_unavailable_reason",
-    "prove",
-    "routers_of",
-    "through_topk",
-]
-
 P = ParamSpec("P")
 PROOF_ROWS = 4
 WEIGHT_TOLERANCE = 1e-5

@@ -23,22 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-__all__ = [
-    "SamplingParamsBuilder",
-    "adjust_scores",
-    "adjusted",
-    "can_report",
-    "check_bad_words",
-    "check_wire",
-    "default_of",
-    "lift_top_k_rule",
-    "prompt_logprobs",
-    "report_kept",
-    "scoring_params",
-    "shortest",
-    "why_unscored",
-]
-
 
 class SamplingParamsBuilder:
     """Builds one ``SamplingParams`` per distinct value, since a batch of requests shares them.

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-__all__ = ["AdapterVersions", "EngineWeights", "Updates", "WeightCheck", "is_weight_check"]
-
 
 # The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
 #

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-__all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension"]
-
 
 # The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
 #
