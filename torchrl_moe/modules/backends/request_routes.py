@@ -66,19 +66,15 @@ class RequestRoutes:
             bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
             raise ValueError(f"kept names token id {bad}; this engine has 0..{self._vocabulary - 1}")
 
-    def follows(self, request: Request, first: CompletionOutput | None) -> bool:
-        """Whether the rest of an answer follows the rows of its first part."""
-        has_rows = first is not None and first.routed_experts is not None
-        return has_rows and self._layout is not None and not self._is_live(request)
-
     def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
-        if not self.follows(request, first):
+        if first is None or first.routed_experts is None or self._layout is None or self._is_live(request):
             return None
-        assert first is not None
-        assert first.routed_experts is not None
-        assert self._layout is not None
         return rows_of_answer(first.routed_experts, self._layout)
+
+    def follows(self, request: Request, first: CompletionOutput | None) -> bool:
+        """Whether the rest of an answer follows the rows of its first part."""
+        return self.of_part(request, first) is not None
 
     def how(self, request: Request) -> OnResume:
         """Return how tokens of a request are read again by the engine itself."""

@@ -122,18 +122,13 @@ def default_of(name: str) -> Any:
 
 def _refuse_dropped(params: SamplingParams) -> None:
     """Refuse what vLLM would compute and a completion does not carry, and what it would leave out."""
-    log_probs = "a completion has the log-probs of its sampled tokens only, logprobs=0"
-    dropped = {
-        "logprobs": log_probs,
-        "prompt_logprobs": log_probs,
-        "logprob_token_ids": log_probs,
-        "prompt_logprob_token_ids": log_probs,
-    }
-    for name, instead in dropped.items():
+    for name in ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids"):
         value = getattr(params, name)
-        if value is None or (name == "logprobs" and value == 0):
-            continue
-        raise ValueError(f"SamplingParams({name}={value!r}): {instead}: leave it out")
+        if value is not None and (name, value) != ("logprobs", 0):
+            raise ValueError(
+                f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
+                "logprobs=0: leave it out"
+            )
 
 
 def _build(spec: object, guided_options: object) -> SamplingParams:

@@ -19,7 +19,7 @@ from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.engine import compare_log_probs
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
-from torchrl_moe.modules.backends.vllm.adapters import build_lora_request, load_adapter, unused_modules
+from torchrl_moe.modules.backends.vllm.adapters import load_adapter
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 
@@ -101,15 +101,10 @@ class AdapterVersions:
     async def _load(self, version: int, folder: Path) -> _Loaded:
         number = next(self._numbers)
         fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
-        unused: list[str] | BaseException
-        (unused,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
-        if isinstance(unused, BaseException):
-            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {unused}")
-        if unused:
-            await self._engine.remove_lora(number)
-            raise ManifestMismatch(f"adapter version {version} {unused_modules(unused)}, or send lora='merged'")
-        lora = build_lora_request(fields)
-        assert lora is not None
+        lora: LoRARequest | BaseException
+        (lora,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
+        if isinstance(lora, BaseException):
+            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {lora}. Or send lora='merged'")
         return _Loaded(version, lora, folder)
 
     def swap(self, version: int) -> SwapReport:

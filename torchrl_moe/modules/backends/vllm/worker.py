@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         If it fails before the first tensor, the layers are put together as they were.
         """
-        stream: TensorStream | None = None
+        taken = 0
         receiver = self._open()
         if isinstance(receiver, LoadingReceiver):  # tensors come only now, and into the model at once
             receiver.load_into(self.model, self._manifest(update_info.version))
@@ -153,11 +153,19 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             manifest = self._manifest(update_info.version)
             # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
-            stream = TensorStream(self._reading.enter_context(receiver.reading(manifest)))
-            self.model.load_weights(iter(stream))
-            stream.check_taken(manifest.version)
+            tensors = self._reading.enter_context(receiver.reading(manifest))
+
+            def counted() -> Iterator[tuple[str, Tensor]]:
+                nonlocal taken
+                for named in tensors.items():
+                    taken += 1
+                    yield named
+
+            self.model.load_weights(counted())
+            if taken != len(tensors):
+                raise WeightSyncError(f"the model took {taken} of {len(tensors)} tensors of version {manifest.version}")
         except BaseException:
-            if stream is None or not stream.taken:
+            if not taken:
                 self.finish_weight_update()
             self._reading.close()
             raise
@@ -180,24 +188,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-
-
-class TensorStream:
-    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.taken = 0
-        self._tensors = tensors
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors.items():
-            self.taken += 1
-            yield name, tensor
-
-    def check_taken(self, version: int) -> None:
-        """Raise a ``WeightSyncError`` if the model left tensors behind."""
-        if self.taken != len(self._tensors):
-            raise WeightSyncError(f"the model took {self.taken} of {len(self._tensors)} tensors of version {version}")
 
 
 class Staging:
