@@ -377,8 +377,9 @@ class GenerationService:
             make_request(prompt, common, request_id=name, priority=turn, routed_experts=followed)
             for prompt, name, turn, followed in zip(batch.prompts, ids, turns, rows, strict=True)
         ]
+        layout = self.routing_layout
         for position, request in enumerate(requests):
-            check_resume(request, position, self.routing_layout)
+            check_resume(request, position, layout)
         return requests
 
     @property
