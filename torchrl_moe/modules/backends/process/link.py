@@ -241,8 +241,15 @@ COUNT, LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 GATHERED = 512  # buffers in one system call
 
 
+def framed(frames: Sequence[Buffer]) -> list[memoryview]:
+    """Return a message as it is written: the number of its frames, their lengths, the frames."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    header = COUNT.pack(len(views)) + b"".join(LENGTH.pack(len(view)) for view in views)
+    return [memoryview(header), *views]
+
+
 class SocketStream:
-    """Messages over a connected socket: the number of frames, their lengths, the frames.
+    """Messages over a connected socket.
 
     One thread may write while another reads. ``moved_at``: when the other side last took something, by the monotonic
     clock.
@@ -253,9 +260,7 @@ class SocketStream:
         self.moved_at = time.monotonic()
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        views = [memoryview(frame).cast("B") for frame in frames]
-        header = COUNT.pack(len(views)) + b"".join(LENGTH.pack(len(view)) for view in views)
-        self._write([memoryview(header), *views])
+        self._write(framed(frames))
 
     def receive(self) -> list[memoryview]:
         """Read a message; ``EOFError``: the other side is gone, ``OSError``: it is larger than it may be."""

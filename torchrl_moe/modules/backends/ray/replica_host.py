@@ -19,14 +19,11 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import AuthenticationError
 from pathlib import Path
-from typing import Self
-
-import numpy as np
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import link
@@ -43,7 +40,6 @@ from torchrl_moe.modules.backends.process.link import MOST_BYTES, SocketStream
 LOG = logging.getLogger(__name__)
 NONCE_BYTES = 32
 NUMBER_BYTES = 8
-CHUNK_BYTES = 1 << 18  # that are sent before they go into the MAC, so that the other side can start on them
 TAG_BYTES = hashlib.sha256().digest_size
 ACTOR, DRIVER = b"actor", b"driver"
 
@@ -60,12 +56,11 @@ class SealedStream(SocketStream):
         mine, theirs = (ACTOR, DRIVER) if is_actor else (DRIVER, ACTOR)
         nonce = secrets.token_bytes(NONCE_BYTES)
         end.sendall(nonce)
-        other = super()._take(NONCE_BYTES).tobytes()
+        other = self._take(NONCE_BYTES).tobytes()
         nonces = nonce + other if is_actor else other + nonce
         session = hmac.digest(key, b"torchrl_moe" + nonces, "sha256")
         self._sealing = hmac.new(hmac.digest(session, mine, "sha256"), digestmod="sha256")
         self._proving = hmac.new(hmac.digest(session, theirs, "sha256"), digestmod="sha256")
-        self._mac: hmac.HMAC | None = None  # of the message that is being read
         self._sent = self._received = 0
         self._most = len(theirs)
         self.send([mine])
@@ -76,11 +71,15 @@ class SealedStream(SocketStream):
         self._most = MOST_BYTES
         end.settimeout(None)
 
+    def send(self, frames: Sequence[link.Buffer]) -> None:
+        views = link.framed(frames)
+        self._write([*views, memoryview(_tag(self._sealing, self._sent, views))])
+        self._sent += 1
+
     def receive(self) -> list[memoryview]:
-        self._mac = _begun(self._proving, self._received)
         frames = super().receive()
-        mac, self._mac = self._mac, None
-        if not hmac.compare_digest(mac.digest(), self._take(TAG_BYTES)):
+        tag = _tag(self._proving, self._received, link.framed(frames))
+        if not hmac.compare_digest(tag, self._take(TAG_BYTES)):
             raise self._given_up("a message failed authentication")
         self._received += 1
         return frames
@@ -89,52 +88,18 @@ class SealedStream(SocketStream):
         if announced > min(most, self._most):
             raise self._given_up(f"a message of {announced} {what} was announced; at most {most} are allowed")
 
-    def _write(self, views: list[memoryview]) -> None:
-        mac = _begun(self._sealing, self._sent)
-        self._sent += 1
-        small: list[memoryview] = []
-        for view in views:
-            if len(view) <= CHUNK_BYTES:
-                mac.update(view)
-                small.append(view)
-                continue
-            # sent piece by piece, each before it is hashed: the other side can start on it
-            super()._write(small)
-            small = []
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
-                super()._write([chunk])
-                mac.update(chunk)
-        super()._write([*small, memoryview(mac.digest())])
-
-    def _take(self, size: int) -> memoryview:
-        """Read ``size`` bytes, and hash them on the way."""
-        mac = self._mac
-        if mac is None:
-            return super()._take(size)
-        view = np.empty(size, np.uint8).data
-        for start in range(0, size, CHUNK_BYTES):
-            chunk = super()._take(min(CHUNK_BYTES, size - start))
-            view[start : start + len(chunk)] = chunk
-            mac.update(chunk)
-        return view
-
     def _given_up(self, reason: str) -> TamperedError:
         LOG.warning("the connection with %s is given up: %s", self._end.getpeername(), reason)
         return TamperedError(reason)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _begun(keyed: hmac.HMAC, number: int) -> hmac.HMAC:
-    """Return the MAC of a message, begun with its number."""
+def _tag(keyed: hmac.HMAC, number: int, views: Sequence[memoryview]) -> bytes:
+    """Return the MAC of a message."""
     mac = keyed.copy()
     mac.update(number.to_bytes(NUMBER_BYTES, "big"))
-    return mac
+    for view in views:
+        mac.update(view)
+    return mac.digest()
 
 
 # The socket between a driver and an actor: the actor listens, drivers connect, and both authenticate before they
@@ -192,7 +157,8 @@ class Listener:
     def _authenticate(self, caller: socket.socket) -> None:
         with contextlib.suppress(AuthenticationError, EOFError, OSError), contextlib.ExitStack() as stack:
             try:
-                connection = stack.enter_context(_prove(caller, self.address.key, is_actor=True))
+                connection = _prove(caller, self.address.key, is_actor=True)
+                stack.callback(connection.close)
             finally:
                 with contextlib.suppress(ValueError):  # it was sent away
                     self._pending.remove(caller)
