@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from torchrl_moe import _checks
 from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
-from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request, Scoring
 
@@ -112,6 +111,8 @@ def drawn_from(logits: torch.Tensor, scoring: Scoring, start: int) -> torch.Tens
     logits = logits.float() / scoring.temperature
     if scoring.kept is None:
         return logits
+    from torchrl_moe.data.kept_tokens import dense_mask  # with tensordict, which a request without does not need
+
     kept = scoring.kept.after(start + 1).first(len(logits))
     mask = dense_mask(torch.from_numpy(kept.ids.copy()), torch.from_numpy(kept.sizes.copy()), logits.shape[1])
     return logits.masked_fill(~mask.to(logits.device), float("-inf"))
