@@ -60,7 +60,8 @@ class AsyncVLLM(GenerationService):
             of a module that is an engine of yours (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
             on any node of the Ray cluster that this process is connected to or finds; else one is started.
-        sampling_params: the default of :meth:`generate`.
+        sampling_params: of calls of :meth:`generate` that pass none, which replace it and are not merged with it; by
+            default vLLM's own defaults, with log-probs.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
         max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
             priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
