@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.vllm.weight_check import KEY
+from torchrl_moe.modules.backends.vllm.weights import CHECK
 
 BLOCK = 16
 
@@ -62,7 +62,7 @@ class Steps:
         from vllm.v1.request import Request
 
         kv_cache_utils.init_none_hash(sha256)
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={KEY: True} if check else None)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={CHECK: True} if check else None)
         request = Request(
             name,
             list(range(prompt)),

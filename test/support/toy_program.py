@@ -41,4 +41,5 @@ def run(stream: SocketStream, driver_is_gone: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    _use_toys().main()
+    process = _use_toys()
+    process.run_script(process.run)

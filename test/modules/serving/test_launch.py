@@ -15,9 +15,9 @@ from support.replicas import ScriptedReplica
 from support.waiting import until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.vllm import engine_args as kind
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
     DeviceSets,
@@ -367,7 +367,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def service_of(name: str | None = None, namespace: str | None = None, resources: Any = None) -> Any:
-    return ray_service(kind, ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True)
+    return ray_service(
+        engine_kind("vllm"), ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True
+    )
 
 
 def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) -> None:
@@ -382,7 +384,13 @@ def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) ->
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
     with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN"):
         ray_service(
-            kind, {**ARGUMENTS, "hf_token": "hf_secret"}, 1, name=None, namespace=None, resources=None, verbose=True
+            engine_kind("vllm"),
+            {**ARGUMENTS, "hf_token": "hf_secret"},
+            1,
+            name=None,
+            namespace=None,
+            resources=None,
+            verbose=True,
         )
 
 

@@ -24,7 +24,6 @@ from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM, LoadBalancer
 from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
-from torchrl_moe.modules.serving import launch
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.requests import (
     Placement,
@@ -32,10 +31,10 @@ from torchrl_moe.modules.serving.requests import (
     SamplingParameters,
     check_resume,
     integers,
+    make_request,
     normalise_prompts,
     placements,
     request_ids_each,
-    request_to_resume,
     rows_each,
     scores_of,
     scorings,
@@ -266,7 +265,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Services that would have been started."""
     made: list[Any] = []
     monkeypatch.setattr(AsyncVLLM, "start", lambda self, *_: made.append(self) or self)
-    monkeypatch.setattr(launch, "_checked", lambda path: path)
     return made
 
 
@@ -698,7 +696,7 @@ def answer(prompt: Any = "hi", **params: Any) -> Completion:
 
 
 def resuming(completion: Completion, **fields: Any) -> Request:
-    return request_to_resume(completion, **{"request_id": "new", "sampling_params": PARAMS, **fields})
+    return make_request(completion, Request(**{"request_id": "new", "sampling_params": PARAMS, **fields}))
 
 
 def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:

@@ -24,7 +24,13 @@ from torchrl_moe.errors import (
     NoReplicaError,
     RequestRefusedError,
 )
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, ReplicaStats
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    CompletionOutput,
+    ReplicaStats,
+    nothing_yet,
+)
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.stats import (
@@ -275,7 +281,7 @@ def test_what_a_call_brings_back_as_it_was_is_not_counted_again() -> None:
     with metrics.call(1, [old]) as finished:
         finished([old, completion(tokens=(2,))])
     with pytest.raises(GenerationTimeout), metrics.call(1, [old]):
-        raise GenerationTimeout("late", [old, waiting_request().cut_short()])
+        raise GenerationTimeout("late", [old, nothing_yet(waiting_request().request)])
     counts = counted(metrics)
     assert (counts["requests"], counts["completed"], counts["timed_out"]) == (2, 1, 1)
     assert counts["generated_tokens"] == 2

@@ -153,7 +153,7 @@ def turn(lb: LoadBalancer, session: str) -> int:
 
 
 def active(lb: LoadBalancer, strategy: SessionAffinity) -> list[int]:
-    return [strategy.active_sessions(index) for index in range(len(lb.replica_table))]
+    return [strategy._sessions[index] for index in range(len(lb.replica_table))]
 
 
 def test_8_sessions_on_8_idle_replicas_fan_out_one_each_and_stay() -> None:

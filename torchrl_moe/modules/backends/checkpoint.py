@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -19,37 +18,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.backends.replica import Replica
 
-__all__ = [
-    "check_reachable",
-    "check_tokenizer",
-    "check_weights",
-    "checkpoint_folder",
-    "checkpoint_kinds",
-    "checkpoint_metadata",
-    "is_written_as_path",
-    "load_tokenizer",
-    "tokenizer_files",
-]
-
-# The names of the safetensors format, and torch's.
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 INDEX = "model.safetensors.index.json"
 INDICES = (INDEX, "pytorch_model.bin.index.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "adapter_config.json")
@@ -146,17 +114,24 @@ def _indexed(index: Path) -> list[str]:
 def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return checkpoint name -> (dtype, shape) of every tensor in a folder of ``*.safetensors`` files."""
     import torch
+    from safetensors import SafetensorError, safe_open
+
+    from torchrl_moe.store.manifest import NAMES
 
     metadata = {}
     for file in _files(Path(folder)):
-        for name, entry in _header(file).items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in DTYPES:
-                raise EngineError(
-                    f"tensor {name!r} in {str(file)!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}."
-                )
-            metadata[name] = (getattr(torch, DTYPES[entry["dtype"]]), torch.Size(entry["shape"]))
+        try:
+            with safe_open(file, framework="pt") as opened:
+                slices = {name: opened.get_slice(name) for name in list(opened.keys())}
+                found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"{str(file)!r} is not a readable safetensors file ({error}): is it a Git LFS pointer, or truncated?"
+            ) from error
+        for name, (dtype, shape) in found.items():
+            if dtype not in NAMES:
+                raise EngineError(f"tensor {name!r} in {str(file)!r} has dtype {dtype!r}; known: {', '.join(NAMES)}.")
+            metadata[name] = (getattr(torch, NAMES[dtype]), torch.Size(shape))
     return metadata
 
 
@@ -182,18 +157,6 @@ def _files(folder: Path) -> list[Path]:
             "Save the model with save_pretrained(), or pass the trainer's own metadata."
         )
     return files
-
-
-def _header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(min(size, file.stat().st_size)))
-    except (OSError, ValueError, struct.error) as error:
-        raise EngineError(
-            f"{str(file)!r} is not a readable safetensors file ({error}): is it a Git LFS pointer, or truncated?"
-        ) from error
-    return header
 
 
 # A tokenizer on its way from an engine process to a driver: the files that it is saved as.

@@ -31,8 +31,6 @@ from torchrl_moe.modules.backends.replica import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CALLER", "Engine", "WeightOwner", "WeightUpdates", "compare_log_probs"]
-
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 """The driver whose command runs; empty in a process that has one driver."""
 
@@ -47,10 +45,7 @@ class WeightOwner:
     def claim(self, driver: str, name: str, takeover: bool) -> WeightClaim:
         """Give a driver the weights, if none owns them, if it owns them already, or by ``takeover``.
 
-        Args:
-            driver: its id, by which it is known when it leaves.
-            name: its name, for messages.
-            takeover: whether to take them from a driver that lives.
+        ``driver`` is its id, by which it is known when it leaves; ``name`` is for messages.
         """
         granted = self._driver in (None, driver) or takeover
         if granted:
@@ -58,15 +53,10 @@ class WeightOwner:
         return WeightClaim(granted=granted, owner=self._name)
 
     def holds(self, driver: str) -> bool:
-        """Whether a driver's claim is the last one."""
         return driver == self._driver
 
     def check(self, driver: str) -> None:
-        """Refuse a command of a driver that does not own the weights.
-
-        Raises:
-            WeightSyncError: another driver has claimed the weights since; the message names it.
-        """
+        """Refuse a command of a driver that does not own the weights."""
         if self._name and driver != self._driver:  # nobody has claimed a new engine yet
             whose = "a driver that is gone" if self._driver is None else self._name
             raise WeightSyncError(
@@ -77,11 +67,7 @@ class WeightOwner:
     def why_not_swap(self, driver: str, version: int, digest: str, staged: str) -> str:
         """Return why a driver may not swap a version in, or "": it is not the owner, or another one was staged last.
 
-        Args:
-            driver: its id.
-            version: its number, for the message.
-            digest: of what the driver wants; "" names nothing.
-            staged: the digest of what was staged last; "" if nothing is.
+        ``digest`` is of what the driver wants, ``staged`` of what was staged last; "" names nothing.
         """
         try:
             self.check(driver)

@@ -13,11 +13,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torchrl_moe
-
-__all__ = ["EngineKind", "engine_kind", "find_kind", "process_environment"]
 
 KINDS: Mapping[str, str] = {
     "vllm": "torchrl_moe.modules.backends.vllm.engine_args",
@@ -29,28 +27,61 @@ LAUNCHER = (
 )  # fmt: skip
 
 
-class EngineKind(Protocol):
-    """The interface of a module that describes a kind of engine; importing it imports no engine."""
+class EngineKind:
+    """A kind of engine: a module's own functions, and the ones here where it has none; importing it imports no engine.
 
-    PROGRAM: str
-    """The module that an engine process runs; ``backends/process/child.py`` says what it must define."""
+    ``PROGRAM`` is the module that an engine process runs: it has ``preload``, ``run`` and a ``main`` part. A user's
+    engine is its own program.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.name = module.__name__  # other machines get no more than this
+        self.PROGRAM: str = getattr(module, "PROGRAM", self.name)
+        self.__dict__.update({name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)})
 
     def arguments_of(self, engine_args: object) -> dict[str, Any]:
         """Return the engine arguments that a user passed as keywords."""
+        if not isinstance(engine_args, Mapping):
+            raise TypeError(f"engine={self.name!r} takes its arguments as a mapping, got {engine_args!r}")
+        return dict(engine_args)
 
     def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the arguments of the ``number``-th replica that is made, with its own seed."""
+        """Return the arguments of the ``number``-th replica that is made, with its own seed if it takes one."""
+        del number
+        return dict(arguments)
 
     def devices_per_replica(self, arguments: Mapping[str, Any]) -> int:
         """Return the number of devices that one replica uses."""
+        del arguments
+        return 1
 
     def engine_environment(
         self, devices: str | None = None, num_replicas: int = 1, verbose: bool = False
     ) -> dict[str, str]:
-        """Return the environment of an engine process; see the vLLM kind for the arguments."""
+        """Return the environment of an engine process; see the vLLM kind for the arguments.
+
+        With this process's import path, so that the module is found.
+        """
+        del verbose
+        environment = process_environment(devices, num_replicas)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), *sys.path]))
+        return environment
 
     def reason_not_to_fork(self, environment: Mapping[str, str]) -> str:
-        """Return why a process with this environment must import its engine itself; ``""`` if it may be forked."""
+        """Return why a process with this environment must import its engine itself; else ``preload`` decides."""
+        del environment
+        return ""
+
+
+OPTIONAL = tuple(name for name in vars(EngineKind) if not name.startswith("_"))
+
+
+def with_own_seed(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """:meth:`EngineKind.seeded` of an engine with a ``seed``.
+
+    With equal random numbers, two replicas would give a group the same answers, and so would a restarted one.
+    """
+    return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
 def process_environment(devices: str | None, num_replicas: int) -> dict[str, str]:
@@ -74,60 +105,13 @@ def _is_of_launcher(name: str) -> bool:
     return name in LAUNCHER or name.startswith("TORCHELASTIC_")
 
 
-class OwnKind:
-    """A user's engine: a module with ``preload``, ``run`` and a ``main`` part; it may have the other functions, too.
-
-    Its arguments are passed on as they are.
-    """
-
-    def __init__(self, module: ModuleType) -> None:
-        self.PROGRAM = self.__name__ = module.__name__
-        self.__dict__.update({name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)})
-
-    def arguments_of(self, engine_args: object) -> dict[str, Any]:
-        """Return the engine arguments that a user passed as keywords."""
-        if not isinstance(engine_args, Mapping):
-            raise TypeError(f"engine={self.__name__!r} takes its arguments as a mapping, got {engine_args!r}")
-        return dict(engine_args)
-
-    def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the arguments as they are: nothing is known of a seed."""
-        del number
-        return dict(arguments)
-
-    def devices_per_replica(self, arguments: Mapping[str, Any]) -> int:
-        """Return 1: each replica gets a device of its own, where there are any."""
-        del arguments
-        return 1
-
-    def engine_environment(
-        self, devices: str | None = None, num_replicas: int = 1, verbose: bool = False
-    ) -> dict[str, str]:
-        """Return this process's environment, with its import path, so that the module is found."""
-        del verbose
-        environment = process_environment(devices, num_replicas)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), *sys.path]))
-        return environment
-
-    def reason_not_to_fork(self, environment: Mapping[str, str]) -> str:
-        """Return ``""``: what ``preload`` returns decides."""
-        del environment
-        return ""
-
-
-OPTIONAL = tuple(name for name in vars(OwnKind) if not name.startswith("_"))
-
-
 def find_kind(module: str) -> EngineKind:
-    """Return the kind that a module describes; other machines get the module's name only, and call this there."""
-    found: Any = importlib.import_module(module)
-    if hasattr(found, "PROGRAM"):
-        kind: EngineKind = found
-        return kind
-    for name in ("preload", "run"):
+    """Return the kind that a module describes."""
+    found = importlib.import_module(module)
+    for name in () if hasattr(found, "PROGRAM") else ("preload", "run"):
         if not callable(getattr(found, name, None)):
             raise ValueError(f"engine={module!r} has no function {name}(): docs/engines.md shows what an engine needs")
-    return OwnKind(found)
+    return EngineKind(found)
 
 
 def engine_kind(engine: str) -> EngineKind:

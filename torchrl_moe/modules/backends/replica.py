@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import MISSING, dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -32,38 +31,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = [
-    "Completion",
-    "CompletionMetrics",
-    "CompletionOutput",
-    "KeptIds",
-    "OnResume",
-    "PauseMode",
-    "ProbeReport",
-    "Replica",
-    "ReplicaInfo",
-    "ReplicaStats",
-    "Request",
-    "Scoring",
-    "StageReport",
-    "SwapReport",
-    "Tell",
-    "WeightClaim",
-    "joined",
-    "leaves_ids_out",
-    "name_kept",
-    "nothing_yet",
-    "this_process",
-    "without_known_rows",
-]
-
 
 # The token ids that sampling kept for each token of an answer, as flat arrays, on their way from a worker to a rollout.
 #
-# A worker reports them token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no
-# id was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
+# An engine reports them token by token; a *mask* is its report on one token, empty where no id was left out. It has the
+# ids that were kept or, where fewer were removed, the removed ones, as ``~id``.
 #
-# Letters: G tokens of an answer, M ids of all its tokens together, R requests of a batch, V vocabulary.
+# Letters: G tokens of an answer, M ids of all its tokens together, R answers of a batch, V vocabulary.
 
 
 NOTHING = np.empty(0, np.int32)
@@ -81,9 +55,6 @@ KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
 
 def leaves_ids_out(value_of: Callable[[str], object]) -> str | None:
     """Return a sampling parameter that may leave ids out of what a token is drawn from; ``None`` if there is none.
-
-    Args:
-        value_of: the value of a parameter, by its name.
 
     >>> leaves_ids_out({"top_p": 0.95}.get), leaves_ids_out({"top_p": 1.0, "top_k": -1}.get)
     ('top_p', None)
@@ -104,36 +75,8 @@ class KeptIds:
     sizes: NDArray[np.int32]
 
     @classmethod
-    def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
-        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no id was left out of any.
-
-        Raises:
-            EngineError: a token comes twice or out of order, or has no ids at all.
-
-        >>> steps = [np.array([0, 5, 7]), np.array([]), np.array([2, ~3])]
-        >>> KeptIds.of_steps(steps, 4)
-        KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1,  0], dtype=int32))
-        """
-        reported = [step for step in steps if len(step) and step[0] < tokens]
-        places = [int(step[0]) for step in reported]
-        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in reported):
-            raise EngineError(
-                f"the engine reported kept tokens for the tokens {places}: positions must ascend, and each needs an id"
-            )
-        if not reported:
-            return None
-        sizes = np.zeros(tokens, np.int32)
-        for step in reported:
-            sizes[step[0]] = len(step) - 1 if step[1] >= 0 else 1 - len(step)
-        ids = np.concatenate([step[1:] for step in reported]).astype(np.int32, copy=False)
-        return cls(np.where(ids < 0, ~ids, ids), sizes)
-
-    @classmethod
-    def of_masks(cls, masks: Sequence[Sequence[int]], tokens: int) -> KeptIds | None:
-        """Join the kept ids of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
-
-        Raises:
-            EngineError: some were left out, and there are not as many masks as tokens.
+    def of_masks(cls, masks: Sequence[Sequence[int] | NDArray[np.int32]], tokens: int) -> KeptIds | None:
+        """Join the masks of an answer of ``tokens`` tokens; ``None`` if no id was left out of any.
 
         >>> KeptIds.of_masks([[5, 7], [], [~3]], 3)
         KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1], dtype=int32))
@@ -142,8 +85,9 @@ class KeptIds:
             return None
         if len(masks) != tokens:
             raise EngineError(f"the engine reported the kept tokens of {len(masks)} tokens, of an answer of {tokens}")
-        steps = [np.array([place, *mask], np.int32) for place, mask in enumerate(masks) if len(mask)]
-        return cls.of_steps(steps, tokens)
+        ids = np.concatenate([np.asarray(mask, np.int32) for mask in masks])
+        sizes = np.array([len(mask) if not len(mask) or mask[0] >= 0 else -len(mask) for mask in masks], np.int32)
+        return cls(np.where(ids < 0, ~ids, ids), sizes)
 
     def first(self, tokens: int) -> KeptIds:
         """Return the kept ids of the first ``tokens`` tokens."""
@@ -166,27 +110,15 @@ class KeptIds:
         return cls(np.concatenate([part.ids for part in filled]), np.concatenate([part.sizes for part in filled]))
 
 
-def name_kept(log_probs: Tensor, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all ids were kept.
-
-    Args:
-        log_probs: ``[R, V]``, -inf for ids that were left out.
-        positions: of the token of each request in its answer.
-
-    Returns:
-        ``[N]``, and ``[R + 1]``.
-    """
-    kept = (log_probs > float("-inf")).cpu().numpy()
-    vocabulary = kept.shape[1]
-    steps = []
-    for row, count, position in zip(kept, np.count_nonzero(kept, axis=1).tolist(), positions, strict=True):
-        if count == vocabulary:
-            steps.append(NOTHING)
-            continue
-        ids = np.flatnonzero(row) if 2 * count <= vocabulary else ~np.flatnonzero(~row)
-        steps.append(np.concatenate([[position], ids]).astype(np.int32))
-    offsets = np.cumsum([0, *map(len, steps)])
-    return (np.concatenate(steps), offsets) if offsets[-1] else None
+def name_kept(log_probs: Tensor) -> list[NDArray[np.int32]]:
+    """Return the mask of each token that is drawn from log-probs ``[R, V]``, -inf for ids that were left out."""
+    kept = log_probs > float("-inf")
+    if bool(kept.all()):
+        return [NOTHING] * len(kept)
+    return [
+        (np.flatnonzero(row) if 2 * np.count_nonzero(row) <= len(row) else ~np.flatnonzero(~row)).astype(np.int32)
+        for row in kept.cpu().numpy()
+    ]
 
 
 # What a replica reports: once it serves, while it does, and after a command. All are plain data classes.
@@ -299,7 +231,6 @@ class ProbeReport:
 
 
 def this_process() -> str:
-    """Return the name of this driver, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

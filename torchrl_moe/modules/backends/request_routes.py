@@ -1,6 +1,6 @@
 """What a request may ask of an engine besides answers: to follow recorded experts, and to score its prompt.
 
-Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
+Letters: P prompt tokens, G tokens so far, N tokens of a step, L decoder layers, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from torchrl_moe import _checks
 from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.errors import RouteShapeError, RouteValueError
-from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
-
-__all__ = ["RequestRoutes", "check_rows", "rows_of_answer"]
+from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request, Scoring
 
 
 class RequestRoutes:
@@ -67,19 +65,15 @@ class RequestRoutes:
             bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
             raise ValueError(f"kept names token id {bad}; this engine has 0..{self._vocabulary - 1}")
 
-    def follows(self, request: Request, first: CompletionOutput | None) -> bool:
-        """Whether the rest of an answer follows the rows of its first part."""
-        has_rows = first is not None and first.routed_experts is not None
-        return has_rows and self._layout is not None and not self._is_live(request)
-
     def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
-        if not self.follows(request, first):
+        if first is None or first.routed_experts is None or self._layout is None or self._is_live(request):
             return None
-        assert first is not None
-        assert first.routed_experts is not None
-        assert self._layout is not None
         return rows_of_answer(first.routed_experts, self._layout)
+
+    def follows(self, request: Request, first: CompletionOutput | None) -> bool:
+        """Whether the rest of an answer follows the rows of its first part."""
+        return self.of_part(request, first) is not None
 
     def how(self, request: Request) -> OnResume:
         """Return how tokens of a request are read again by the engine itself."""
@@ -110,3 +104,15 @@ def check_rows(rows: NDArray[np.generic], prompt_tokens: int, layout: RoutingLay
     given = torch.from_numpy(np.array(rows))  # a copy: it may be read-only
     _checks.check_routes(given, layout.moe_layers, layout.num_experts, where="token {}".format)
     return rows.astype(layout.numpy_dtype)
+
+
+def drawn_from(logits: torch.Tensor, scoring: Scoring, start: int) -> torch.Tensor:
+    """Return the logits ``[N, V]`` from which a prompt's tokens ``start + 1`` to ``start + N`` were drawn."""
+    logits = logits.float() / scoring.temperature
+    if scoring.kept is None:
+        return logits
+    from torchrl_moe.data.kept_tokens import dense_mask  # with tensordict, which a request without does not need
+
+    kept = scoring.kept.after(start + 1).first(len(logits))
+    mask = dense_mask(torch.from_numpy(kept.ids.copy()), torch.from_numpy(kept.sizes.copy()), logits.shape[1])
+    return logits.masked_fill(~mask.to(logits.device), float("-inf"))

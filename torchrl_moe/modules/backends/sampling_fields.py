@@ -15,8 +15,6 @@ import numpy as np
 
 from torchrl_moe._checks import check_bool, check_number, shown
 
-__all__ = ["MOST_ANSWERS", "check_answers", "check_fields", "check_object", "check_text", "fields_of"]
-
 LARGEST = 2**31 - 1  # token ids and counts are int32 in engines
 MOST_ANSWERS = 1 << 20
 """Answers to all prompts of one call together."""

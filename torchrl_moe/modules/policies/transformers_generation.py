@@ -271,7 +271,7 @@ class _Draws:
         self.lengths = torch.zeros(rows, dtype=torch.long)  # of answers that have ended
         self.log_probs: list[Tensor] = []  # [N] each
         self.values: Tensor | None = None  # [N, G], in the end
-        self.kept: list[tuple[NDArray[np.int32], NDArray[np.int64]] | None] = []
+        self.kept: list[list[NDArray[np.int32]]] = []  # the masks of each step's tokens
         self._drawn_from: Tensor | None = None
 
     def run(self, model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> object:
@@ -285,9 +285,8 @@ class _Draws:
     def note(self, input_ids: Tensor, logits: Tensor, processed: Tensor) -> None:
         """Record the distribution of the next token of each answer; both are ``[N, V]``."""
         self.settle(input_ids)
-        # what processors excluded has a logit of -inf
-        kept = processed > float("-inf")
         if self.wants_log_probs:
+            kept = processed > float("-inf")  # the others were excluded
             moved = processed - logits / self.temperature  # a constant shift of a row changes nothing
             most, least = (moved.masked_fill(~kept, value) for value in (float("-inf"), float("inf")))
             if float((most.amax(-1) - least.amin(-1)).max()) > 1e-4 * max(1.0, float(logits.abs().max())):
@@ -297,7 +296,7 @@ class _Draws:
                     "the model's generation_config), or pass return_log_probs=False"
                 )
             self._drawn_from = processed.log_softmax(-1)
-        self.kept.append(None if bool(kept.all()) else name_kept(processed, [len(self.kept)] * len(processed)))
+        self.kept.append(name_kept(processed))
 
     def settle(self, input_ids: Tensor) -> None:
         """Record the log-probs of the tokens that were sampled last, if they are still in ``input_ids``."""
@@ -323,10 +322,6 @@ class _Draws:
         """Return one answer."""
         count = int(self.lengths[row])
         ids = sequences[row, self.width : self.width + count].cpu().numpy()
-        steps = [
-            said[0][said[1][row] : said[1][row + 1]] if said is not None else np.empty(0, np.int32)
-            for said in self.kept[:count]
-        ]
         # rows of the prompt without its padding; the last token is never fed
         fed = slice(self.width - prompt, self.width + count - 1)
         ends = self.config.eos_token_id
@@ -339,7 +334,7 @@ class _Draws:
             policy_versions=np.full(count, -1, np.int32),
             logprobs=None if self.values is None else self.values[row, :count].numpy(),
             routed_experts=None if routes is None else routes[row, fed].numpy(),
-            kept=KeptIds.of_steps(steps, count),
+            kept=KeptIds.of_masks([masks[row] for masks in self.kept[:count]], count),
         )
 
 

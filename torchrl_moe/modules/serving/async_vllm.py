@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from tqdm.auto import tqdm
@@ -22,8 +21,7 @@ from torchrl_moe._checks import check_bool
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
-from torchrl_moe.modules.backends.replica import Replica
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
@@ -39,26 +37,15 @@ from torchrl_moe.modules.serving.launch import (
     ray_factory,
     ray_service,
 )
-from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
 from torchrl_moe.modules.serving.service import GenerationService
 
 if TYPE_CHECKING:
     import vllm
 
-__all__ = ["AsyncVLLM", "make_async_vllm_engine"]
-
 
 _ENTERING = threading.RLock()
 """Held while a pickled engine connects to its service, on first use."""
-
-
-class _SharedReplica(Replica):  # only for types
-    """A replica that several drivers use."""
-
-    def join(self) -> None: ...
-
-    def disconnect(self) -> None: ...
 
 
 class AsyncVLLM(GenerationService):
@@ -73,7 +60,8 @@ class AsyncVLLM(GenerationService):
             of a module that is an engine of yours (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
             on any node of the Ray cluster that this process is connected to or finds; else one is started.
-        sampling_params: the default of :meth:`generate`.
+        sampling_params: of calls of :meth:`generate` that pass none, which replace it and are not merged with it; by
+            default vLLM's own defaults, with log-probs.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
         max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
             priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
@@ -134,15 +122,20 @@ class AsyncVLLM(GenerationService):
             check_bool("enable_prefix_caching", enable_prefix_caching)
             arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
 
-        def listed() -> list[int]:
-            return [entry.index for entry in self.replica_table]
-
         service = None
         if backend == "ray":
             service = ray_service(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
             make_replica = ray_factory(service)
         else:
-            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
+            make_replica = local_factory(
+                kind,
+                arguments,
+                num_replicas,
+                verbose,
+                log_folder,
+                lambda: [entry.index for entry in self.replica_table],
+                devices,
+            )
         self._set_up(
             arguments,
             num_replicas,
@@ -356,7 +349,7 @@ class AsyncVLLM(GenerationService):
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
-            cast(_SharedReplica, entry.replica).join()
+            cast(Any, entry.replica).join()  # a replica in Ray
         for entry in self.replica_table:
             try:
                 self._wait(entry, deadline, seconds)
@@ -408,7 +401,7 @@ class AsyncVLLM(GenerationService):
         self._running = False
         self._dispatcher.close("this driver disconnected from the service")
         try:
-            self._fleet.end(lambda replica: cast(_SharedReplica, replica).disconnect())
+            self._fleet.end(lambda replica: cast(Any, replica).disconnect())
         finally:
             self._dispatcher.stop()
 
@@ -447,9 +440,7 @@ class AsyncVLLM(GenerationService):
                 pass
         super()._check_running(what)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         (self.disconnect if self._is_guest else self.shutdown)()
 
 

@@ -7,15 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, cast
 
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
+from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.strategies import (
     DEFAULT_HIERARCHY,
     OVERLOAD_THRESHOLD,
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.backends.replica import Completion, Replica
     from torchrl_moe.modules.serving.requests import SamplingParams
-
-__all__ = ["ActorHandle", "Lease", "LoadBalancer"]
 
 
 # The lease: a request's claim on a replica, which counts its load exactly once.
@@ -78,9 +75,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -125,13 +120,11 @@ class ActorHandle:
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that this driver has in flight there."""
-        count: int = self.engine.get_num_unfinished_requests(self.index)
-        return count
+        return self.engine.get_num_unfinished_requests(self.index)
 
     def get_cache_usage(self) -> float:
         """Return the share of KV-cache blocks in use, 0 to 1; NaN if it is dead or starting."""
-        share: float = self.engine.get_cache_usage(self.index)
-        return share
+        return self.engine.get_cache_usage(self.index)
 
     def get_world_size(self) -> int:
         """Return the number of its devices: tensor x pipeline x data parallel ranks."""
@@ -337,24 +330,22 @@ class LoadBalancer:
             raise NoReplicaError(f"no replica is serving: {table!r}")
         if min_version is None and group_id is None:
             return serving
-        if group_id is not None:
-            version = self.groups.version(group_id)
-            return self._of_version(table.newest_version if version is None else version, min_version, group_id)
-        fresh = table.serving(min_version)
-        if not fresh:
-            raise StaleReplicaError(
-                f"no serving replica holds version {min_version}; the newest is {table.newest_version}"
-            )
-        return fresh
-
-    def _of_version(self, version: int, min_version: int | None, group_id: str) -> Candidates:
+        if group_id is None:
+            fresh = table.serving(min_version)
+            if not fresh:
+                raise StaleReplicaError(
+                    f"no serving replica holds version {min_version}; the newest is {table.newest_version}"
+                )
+            return fresh
+        version = self.groups.version(group_id)
+        version = table.newest_version if version is None else version
         if min_version is not None and version < min_version:
             raise StaleReplicaError(f"group {group_id!r} is on version {version}, asked for {min_version}")
-        candidates = self.replica_table.serving(version, version)
+        candidates = table.serving(version, version)
         if not candidates:
             raise StaleReplicaError(
                 f"no serving replica holds version {version}, which group {group_id!r} began on; the newest is "
-                f"{self.replica_table.newest_version}. Begin the group again, under another id."
+                f"{table.newest_version}. Begin the group again, under another id."
             )
         return candidates
 

@@ -19,23 +19,6 @@ from torchrl_moe._checks import check_bool, check_number
 if TYPE_CHECKING:
     from torchrl_moe.modules.backends.replica import Replica, ReplicaStats
 
-__all__ = [
-    "GONE",
-    "MOST_GROUPS",
-    "TRANSITIONS",
-    "Breaker",
-    "BreakerState",
-    "CacheUsage",
-    "Candidates",
-    "FaultPolicy",
-    "Groups",
-    "Recovery",
-    "ReplicaState",
-    "TableEntry",
-    "check_transition",
-    "load_bound",
-]
-
 
 # How a service handles faults: when it restarts, probes or avoids a replica, and how often a request is tried.
 
@@ -183,7 +166,6 @@ class Breaker:
 
     @property
     def blocks(self) -> bool:
-        """Whether it blocks requests at the moment."""
         if self.state is BreakerState.HALF_OPEN:
             return self._trials >= self._policy.breaker_trials
         return self.state is BreakerState.OPEN
@@ -217,7 +199,6 @@ class Breaker:
             self.try_now()
 
     def try_now(self) -> None:
-        """Half-open it if it is open."""
         if self.state is BreakerState.OPEN:
             self.state = BreakerState.HALF_OPEN
 
@@ -343,7 +324,6 @@ class TableEntry:
 
     @property
     def may_take(self) -> bool:
-        """Whether it takes new requests."""
         return self.state is ReplicaState.SERVING and not (self.breaker.blocks or self.leaving or self.reserved)
 
     @property
@@ -375,7 +355,6 @@ class Candidates:
         return self._entries[position]
 
     def find(self, index: int) -> TableEntry | None:
-        """Return a candidate by its replica's index, or ``None``."""
         return self._by_index.get(index)
 
     def with_cache(self, cache: int) -> TableEntry | None:

@@ -6,7 +6,7 @@ take, or that can no longer be taken; of requests with the same needs only the f
 outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n wake-ups.
 
 A killed replica delivers nothing: its requests start again from their prompts, on a replica that the balancer picks.
-Those that may have killed it are tried again alone (``suspects.py``), so that they kill no more than one other.
+Those that may have killed it are tried again alone (:class:`Suspects`), so that they kill no more than one other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 
 from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Tell
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Tell, nothing_yet
 from torchrl_moe.modules.serving.event_loop import EventLoop, tell, wake
 from torchrl_moe.modules.serving.in_flight import (
     ALONE_SECONDS,
@@ -36,9 +36,6 @@ from torchrl_moe.modules.serving.in_flight import (
     take_lease,
 )
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-
-__all__ = ["PRIORITY_SECONDS", "Admission", "Dispatcher", "Submissions", "abort_on"]
-
 
 # Sends requests to replicas, and returns their outcomes to the loop.
 
@@ -74,13 +71,10 @@ class Submissions:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, requests in outgoing.items():
             streams = any(request.request.stream for request in requests)
-            tell = self._tell_later if streams else None
+            tell: Tell | None = (lambda parts: self._loop.call(self._tell, parts)) if streams else None
             futures = _submit(replica, [request.request for request in requests], tell) if requests else ()
             for answer, future in zip(requests.values(), futures, strict=True):
                 future.add_done_callback(partial(self._take_back, answer))
-
-    def _tell_later(self, parts: Sequence[Completion]) -> None:
-        self._loop.call(self._tell, parts)
 
     def _tell(self, parts: Sequence[Completion]) -> None:
         for part in parts:
@@ -167,7 +161,6 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
         return len(self._waiting)
 
     def put(self, request: InFlight) -> None:
@@ -199,7 +192,6 @@ class Admission:
         return request
 
     def give_back(self) -> None:
-        """Release a place."""
         self.taken -= 1
 
 
@@ -286,7 +278,6 @@ class Dispatcher:
         self._loop.call(self._abort_by_id, list(request_ids))
 
     def set_limit(self, limit: int) -> None:
-        """Change how many requests the engines run at a time."""
         self._admission.limit = limit
         self._loop.call(self._admit_soon)
 
@@ -371,18 +362,21 @@ class Dispatcher:
             # a replica that dies under it, or a choice that no replica takes, brings it back here
             while not request.aborted:
                 if request.lease is None and not self._take_lease(request):
-                    await self._wait_for_replica(request)
+                    # its place goes to others; a change that may help brings it back here, with a place again
+                    self._leave(request)
+                    await request.wait()
                     continue
                 try:
                     completion = await self._answer(request)
                 except ReplicaDiedError as death:
                     death.__traceback__ = None  # its frames refer to the request, which may be answered yet
                     if self._note_death(request, death):
-                        await self._wait_until_alone(request)
+                        # until it has a lease on a replica that runs nothing else, or need not be alone
+                        await request.wait()
                     continue
                 self._finish(request, completion)
                 return
-            self._give_up(request, completion=request.cut_short())
+            self._give_up(request, completion=nothing_yet(request.request))
         except GeneratorExit:  # the service was dropped, and its loop is gone: there is nobody to tell
             raise
         except BaseException as error:
@@ -417,11 +411,6 @@ class Dispatcher:
             one.refusal = request.refusal
             self._give_up(one, error=one.not_placed())
         raise request.not_placed()
-
-    async def _wait_for_replica(self, request: InFlight) -> None:
-        """Leave the place to others; return when a change may help, with a place again."""
-        self._leave(request)
-        await request.wait()
 
     async def _answer(self, request: InFlight) -> Completion:
         """Send a request to the replica of its lease, and return what comes back."""
@@ -476,10 +465,6 @@ class Dispatcher:
             raise request.given_up()
         self._retried()
         return counts and self._suspects.add(request, lease.replica)
-
-    async def _wait_until_alone(self, request: InFlight) -> None:
-        """Return with a lease on a replica that runs nothing else, or when the request need not be alone."""
-        await request.wait()
 
     def _finish(
         self, request: InFlight, completion: Completion | None = None, error: BaseException | None = None
@@ -540,7 +525,6 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._admit)
 
     def _leave(self, request: InFlight) -> None:
-        """Release the place of a request, if it has one."""
         if request.has_place:
             request.has_place = False
             self._admission.give_back()
@@ -597,7 +581,7 @@ class Dispatcher:
         for request in requests:
             request.aborted = True  # one that is about to be sent sees it
             if self._withdraw(request):
-                self._give_up(request, completion=request.cut_short())
+                self._give_up(request, completion=nothing_yet(request.request))  # no engine added to what it resumes
             elif request.lease is not None:
                 names.setdefault(request.lease.replica, []).append(request.request.request_id)
         for replica, ids in names.items():

@@ -15,8 +15,6 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from torchrl_moe.errors import EngineError
 
-__all__ = ["EventLoop", "NoThreadError", "in_thread", "tell", "wake"]
-
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -58,7 +56,6 @@ class EventLoop:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is in the loop's thread."""
         return self._thread is threading.current_thread()
 
     def run(self, function: Callable[[*Arguments], T], *arguments: *Arguments, patience: float) -> T:

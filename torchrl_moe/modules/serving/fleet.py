@@ -22,11 +22,9 @@ from typing import TypeVar
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, Replica, ReplicaInfo
-from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
+from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop, NoThreadError, in_thread
-from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
-
-__all__ = ["CALL_SECONDS", "SILENT", "Fleet", "Probe", "ProbeHistory", "keep"]
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -267,7 +265,6 @@ class Fleet:
     # -- life -------------------------------------------------------------------------------------------------------
 
     def wait_ready(self, entry: TableEntry, seconds: float) -> None:
-        """Wait until a replica that was started is ready."""
         self.infos.append(entry.replica.wait_ready(seconds))
 
     def serve(self, entry: TableEntry) -> None:
@@ -330,7 +327,6 @@ class Fleet:
 
     @property
     def is_over(self) -> bool:
-        """Whether the end has begun."""
         return self._over.is_set()
 
     def end(self, end_one: Callable[[Replica], object] = lambda replica: replica.shutdown()) -> None:
@@ -375,7 +371,6 @@ class Fleet:
         self.errors[entry.index] = f"{type(error).__name__}: {error}"
 
     def forget(self, entry: TableEntry) -> None:
-        """Forget a replica that was removed."""
         self.errors.pop(entry.index, None)
         self._keepers.pop(entry.index, None)
         self._probes.pop(entry.index, None)
@@ -408,11 +403,7 @@ class Fleet:
         self.table.mark_dead(entry.index, reason, replica)
 
     async def note_death(self, entry: TableEntry) -> None:
-        """Mark a replica that has died, once it has reported why, or had the time to.
-
-        Raises:
-            EngineError: it cannot be asked.
-        """
+        """Mark a replica that has died, once it has reported why, or had the time to."""
         replica = entry.replica
         if entry.state is ReplicaState.STARTING and entry.recovery is not Recovery.UPDATE:
             return  # what starts it notices
@@ -790,7 +781,6 @@ def _check_mode(mode: str) -> None:
 
 
 def _reason_of_death(replica: Replica) -> str | None:
-    """Return why a replica died; ``None`` if it gave no reason within a second."""
     deadline = time.monotonic() + WORDS_SECONDS
     while replica.death is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -8,7 +8,7 @@
                 ^              v            |              | the replica died
                 |            unplaced       |              v
                 +--- waits for a change     +------- tries again, perhaps
-                     of the replica table            alone: see ``suspects``
+                     of the replica table            alone: see ``Suspects``
 
 An abort, or a call that ends early (deadline, Ctrl-C), takes a waiting request out at once; a request in flight ends
 with the tokens that its engine returns for it.
@@ -32,21 +32,6 @@ from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.requests import Placement, whole
-
-__all__ = [
-    "GROUP",
-    "LAST_SENT",
-    "Call",
-    "InFlight",
-    "Needs",
-    "Suspects",
-    "Unplaced",
-    "may_wait_for",
-    "needs",
-    "prospect",
-    "take_lease",
-    "takes",
-]
 
 LOG = logging.getLogger(__name__)
 
@@ -82,7 +67,6 @@ class InFlight:
         await self._pause
 
     def go_on(self) -> None:
-        """Let its task continue."""
         if self._pause is not None and not self._pause.done():
             self._pause.set_result(None)
 
@@ -93,7 +77,6 @@ class InFlight:
 
     @property
     def finished(self) -> bool:
-        """Whether it has its complete answer."""
         return self.outcome is not None and not self.outcome.aborted
 
     def died(self, error: ReplicaDiedError, counts: bool = True) -> None:
@@ -102,7 +85,6 @@ class InFlight:
         self.deaths += counts
 
     def tell(self, part: Completion) -> None:
-        """Report a part of its answers."""
         if not self.is_over and not self.dropped:
             self.parts.append(part)
             self.call.on_part(part)
@@ -131,10 +113,6 @@ class InFlight:
             return ReplicaDiedError(f"replica {named}, which actor_index names, is dead: {words}")
         text = str(why) if death is None else f"{why}. It had started on another replica: {death}"
         return StaleReplicaError(text) if isinstance(why, StaleReplicaError) else NoReplicaError(text)
-
-    def cut_short(self) -> Completion:
-        """Return the answer of a request that was aborted before an engine added to what it resumes."""
-        return nothing_yet(self.request)
 
 
 class Call:
@@ -188,10 +166,9 @@ class Call:
 
     def partial(self) -> list[Completion]:
         """Return the outcomes in input order; an aborted request has its tokens so far, one that never started none."""
-        return [request.cut_short() if request.outcome is None else request.outcome for request in self.requests]
+        return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
-        """Return the completions, once the call is over."""
         error = self.error or next((request.error for request in self.requests if request.error is not None), None)
         if error is None and self.is_late:
             error = self._lateness()
@@ -310,7 +287,7 @@ def _comes(entry: TableEntry, has_deadline: bool) -> bool:
 
 @dataclass(slots=True)
 class _Kind:
-    waits_for: int  # see placing.prospect
+    waits_for: int  # see :func:`prospect`
     requests: OrderedDict[InFlight, None] = field(default_factory=OrderedDict)  # in order of arrival
 
     @property

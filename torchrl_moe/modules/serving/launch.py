@@ -11,7 +11,6 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -20,27 +19,6 @@ from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.modules.backends.checkpoint import is_written_as_path
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.replica import Replica
-
-__all__ = [
-    "TIMEOUT_VARIABLE",
-    "Device",
-    "DeviceSets",
-    "Devices",
-    "EngineArguments",
-    "EngineName",
-    "ReplicaFactory",
-    "check_backend",
-    "check_log_folder",
-    "default_timeout",
-    "devices_of_trainer",
-    "local_factory",
-    "pretrained_arguments",
-    "ranks_here",
-    "ray_factory",
-    "ray_service",
-    "visible_devices",
-]
-
 
 # Which GPUs the local replicas of a service compute on: those that the user names, else free ones.
 
@@ -195,7 +173,6 @@ class EngineArguments(dict[str, Any]):
 def pretrained_arguments(
     model: str, num_devices: int | None, compiles: bool, fp32_output: bool, given: Mapping[str, Any]
 ) -> dict[str, object]:
-    """Return the engine arguments for TorchRL's names."""
     for name, value in {"num_devices": num_devices, **{name: given.get(name) for name in PARALLEL_SIZES}}.items():
         check_number(name, value, 1, MOST_REPLICAS, whole=True, none=True)
     check_bool("compile", compiles)
@@ -211,15 +188,17 @@ def pretrained_arguments(
     if not compiles and isinstance(config, Mapping | None):  # a vLLM object has its own mode
         arguments["compilation_config"] = {"mode": 0, **(config or {})}
     if fp32_output:
-        arguments["hf_overrides"] = _with_fp32_head(arguments.get("hf_overrides"))
-    return {"model": _checked(model), "tensor_parallel_size": size or 1, **arguments}
-
-
-def _with_fp32_head(overrides: object) -> dict[str, object]:
-    """Return ``hf_overrides`` by which vLLM computes the last layer in float32."""
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
-    return {**(overrides or {}), "head_dtype": "float32"}
+        overrides = arguments.get("hf_overrides") or {}
+        if not isinstance(overrides, Mapping):
+            raise ValueError(
+                "enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'"
+            )
+        arguments["hf_overrides"] = {**overrides, "head_dtype": "float32"}
+    # a folder without a model is refused before any process is started; vLLM checks hub names
+    if (is_written_as_path(model) or os.path.isdir(model)) and not os.path.isfile(os.path.join(model, "config.json")):
+        state = "has no config.json" if os.path.isdir(model) else "does not exist"
+        raise ValueError(f"no model at {model!r}: the folder {state}. Save one with model.save_pretrained(path).")
+    return {"model": model, "tensor_parallel_size": size or 1, **arguments}
 
 
 def check_backend(
@@ -251,7 +230,6 @@ def check_backend(
 
 
 def check_log_folder(folder: object) -> None:
-    """Refuse what is no path."""
     if not isinstance(folder, str | os.PathLike | None):
         raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
 
@@ -266,14 +244,6 @@ def default_timeout() -> float:
     if not seconds > 0:
         raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}")
     return seconds
-
-
-def _checked(path: str) -> str:
-    """Return the path; refuse a folder without a model before any process is started. vLLM checks hub names."""
-    if (is_written_as_path(path) or os.path.isdir(path)) and not os.path.isfile(os.path.join(path, "config.json")):
-        state = "has no config.json" if os.path.isdir(path) else "does not exist"
-        raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")
-    return path
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
@@ -332,7 +302,7 @@ def ray_service(
         namespace=namespace or NAMESPACE,
         detached=name is not None,
         num_replicas=num_replicas,
-        kind=cast(ModuleType, kind).__name__,
+        kind=kind.name,
         arguments=dict(arguments),
         resources={key: float(amount) for key, amount in asked.items()},
         verbose=verbose,

@@ -27,8 +27,6 @@ from torchrl_moe.modules.serving.candidates import (
 if TYPE_CHECKING:
     from torchrl_moe.modules.backends.replica import Replica
 
-__all__ = ["ReplicaTable", "TableEntry"]
-
 LOG = logging.getLogger(__name__)
 
 SHOWN = 8
@@ -97,7 +95,6 @@ class ReplicaTable:
             return new
 
     def set_leaving(self, index: int, leaving: bool) -> None:
-        """Mark a replica as being removed, or undo that."""
         with self.lock:
             self[index].leaving = leaving
             self._tell([self[index]])
@@ -279,7 +276,6 @@ class ReplicaTable:
             self._listeners[listener] = doubts
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
-        """Remove a listener."""
         with self.lock:
             self._listeners.pop(listener, None)
 

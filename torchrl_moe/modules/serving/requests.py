@@ -6,20 +6,8 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    NoReturn,
-    Required,
-    SupportsIndex,
-    TypeAlias,
-    TypedDict,
-    TypeGuard,
-    TypeVar,
-    Unpack,
-    get_args,
-)
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -38,28 +26,6 @@ if TYPE_CHECKING:
     import vllm
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
-
-__all__ = [
-    "ONE_TOKEN",
-    "Placement",
-    "Prompt",
-    "PromptBatch",
-    "SamplingParameters",
-    "check_resume",
-    "check_service",
-    "check_timeout",
-    "common_fields",
-    "integers",
-    "make_request",
-    "normalise_prompts",
-    "placements",
-    "request_ids_each",
-    "request_to_resume",
-    "rows_each",
-    "scores_of",
-    "scorings",
-    "whole",
-]
 
 
 # What ``generate`` accepts, in one form: a list of prompts, each text, token ids, or a completion to resume.
@@ -114,7 +80,10 @@ def _completions(resume: object) -> PromptBatch:
     given = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
     items = [item for item in given or () if isinstance(item, Completion)]
     if given is None or len(items) < len(given):
-        kinds = type(resume).__name__ if given is None else f"a list with {_first_other(given)}"
+        others = (
+            f"{type(item).__name__} at {i}" for i, item in enumerate(given or ()) if not isinstance(item, Completion)
+        )
+        kinds = type(resume).__name__ if given is None else f"a list with {next(others)}"
         raise TypeError(f"resume must be a Completion or a list of them, such as an error's .partial, got {kinds}")
     if not items:
         raise ValueError("resume cannot be empty: the error that it is from did not end a generate")
@@ -132,10 +101,6 @@ def _completions(resume: object) -> PromptBatch:
                     f"got {output.finish_reason!r}"
                 )
     return PromptBatch(list(items), single)
-
-
-def _first_other(items: list[object]) -> str:
-    return next(f"{type(item).__name__} at {i}" for i, item in enumerate(items) if not isinstance(item, Completion))
 
 
 def _is_one(source: object) -> bool:
@@ -197,35 +162,6 @@ def _array(item: object, name: str) -> NDArray[np.generic]:
 # Resuming completions: the requests for them, the checks, and those that need no engine.
 #
 # Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
-
-
-class CommonFields(TypedDict):
-    """The fields that all requests of a call share."""
-
-    sampling_params: SamplingParams
-    lora_request: LoRA | None
-    guided_options: GuidedOptions | None
-    return_routed_experts: bool
-    on_resume: OnResume | None
-
-
-class RequestFields(CommonFields, total=False):
-    """Those of one request, without its prompt."""
-
-    request_id: Required[str]
-    priority: int
-    routed_experts: NDArray[np.integer[Any]] | None
-    scoring: Scoring | None
-
-
-def request_to_resume(completion: Completion, **fields: Unpack[RequestFields]) -> Request:
-    """Return the request that finishes a completion; one without tokens starts from its prompt."""
-    ids = completion.prompt_token_ids.astype(np.int32)
-    if not completion.aborted or any(len(output.token_ids) for output in completion.outputs):
-        return Request(prompt_token_ids=ids, resume=completion, **fields)
-    if completion.prompt is not None:
-        return Request(prompt=completion.prompt, **fields)
-    return Request(prompt_token_ids=ids, **fields)
 
 
 def whole(request: Request) -> Completion | None:
@@ -305,7 +241,6 @@ def placements(
     group_ids: object = None,
     request_context: object = None,
 ) -> list[Placement]:
-    """Return the placement of each request of a call."""
     check_number("actor_index", actor_index, whole=True, none=True)
     sessions, groups = _names_each(session_ids, count, "session_ids"), _names_each(group_ids, count, "group_ids")
     versions = _for_each(min_version, count, "min_version", lambda one, name: None if one is None else _int(one, name))
@@ -318,17 +253,16 @@ def placements(
     ]
 
 
-def common_fields(
+def common_request(
     count: int,
     longest: int | None,
     sampling_params: SamplingParams,
-    lora_request: LoRA | None,
-    prompt_adapter_request: None,
-    guided_options: GuidedOptions | None,
-    return_routed_experts: bool,
-    on_resume: OnResume | None,
-) -> CommonFields:
-    """Return the fields that all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``."""
+    lora_request: LoRA | None = None,
+    guided_options: GuidedOptions | None = None,
+    return_routed_experts: bool = True,
+    on_resume: OnResume | None = None,
+) -> Request:
+    """Return what all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``."""
     check_fields(sampling_params, longest)
     check_answers(sampling_params, count)
     check_bool("return_routed_experts", return_routed_experts)
@@ -336,24 +270,28 @@ def common_fields(
         check_object(name, value)
     if on_resume not in (None, *get_args(OnResume)):
         raise ValueError(f"on_resume must be None or one of {get_args(OnResume)}, got {on_resume!r}")
-    if prompt_adapter_request is not None:
-        raise ValueError("prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request.")
-    return {
-        "sampling_params": sampling_params,
-        "lora_request": lora_request,
-        "guided_options": guided_options,
-        "return_routed_experts": return_routed_experts,
-        "on_resume": on_resume,
-    }
+    return Request(
+        request_id="",
+        sampling_params=sampling_params,
+        lora_request=lora_request,
+        guided_options=guided_options,
+        return_routed_experts=return_routed_experts,
+        on_resume=on_resume,
+    )
 
 
-def make_request(prompt: Prompt, **fields: Unpack[RequestFields]) -> Request:
-    """Return the request of one prompt: text, token ids, or a completion to resume."""
-    if isinstance(prompt, Completion):
-        return request_to_resume(prompt, **fields)
+def make_request(prompt: Prompt, common: Request, **own: Any) -> Request:
+    """Return the request of one prompt; a completion to resume that has no tokens starts from its prompt."""
     if isinstance(prompt, str):
-        return Request(prompt=prompt, **fields)
-    return Request(prompt_token_ids=prompt, **fields)
+        return replace(common, prompt=prompt, **own)
+    if not isinstance(prompt, Completion):
+        return replace(common, prompt_token_ids=prompt, **own)
+    ids = prompt.prompt_token_ids.astype(np.int32)
+    if not prompt.aborted or any(len(output.token_ids) for output in prompt.outputs):
+        return replace(common, prompt_token_ids=ids, resume=prompt, **own)
+    if prompt.prompt is not None:
+        return replace(common, prompt=prompt.prompt, **own)
+    return replace(common, prompt_token_ids=ids, **own)
 
 
 def rows_each(values: object, batch: PromptBatch) -> list[NDArray[np.integer[Any]] | None]:
@@ -529,7 +467,6 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 
 
 def scorings(batch: PromptBatch, temperature: object, kept: object) -> list[Scoring]:
-    """Return how each sequence is scored."""
     count = len(batch.prompts)
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
     if len(sequences) < count:

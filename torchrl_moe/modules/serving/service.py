@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import torch
@@ -44,11 +43,12 @@ from torchrl_moe.modules.serving.requests import (
     GuidedOptions,
     LoRA,
     Placement,
+    PromptBatch,
     SamplingParams,
     check_resume,
     check_service,
     check_timeout,
-    common_fields,
+    common_request,
     integers,
     make_request,
     normalise_prompts,
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GenerationService", "Progress"]
-
 
 # The progress bar of a call.
 
@@ -95,9 +93,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def add(self, completion: Completion) -> None:
@@ -131,16 +127,8 @@ class GenerationService:
 
     TorchRL's code accepts it as its own engine: ``isinstance(service, RLvLLMEngine)`` holds.
 
-    Args:
-        replicas: at least one, not started yet.
-        sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
-            object; by default vLLM's own defaults, with log-probs. A call's parameters replace it: the two are not
-            merged.
-        metrics: whether :attr:`metrics` counts requests.
-        max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
-            priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
-        faults: how faults are handled.
-        make_replica: makes a replica for an index, to replace one that died or to add one; else neither is possible.
+    The replicas are not started yet. ``make_replica`` makes one for an index, to replace one that died or to add one;
+    without it neither is possible. :class:`AsyncVLLM` describes the other arguments.
 
     Attributes:
         replica_table: what is known of each replica.
@@ -226,9 +214,7 @@ class GenerationService:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
@@ -355,39 +341,49 @@ class GenerationService:
         """
         self._check_running("generate")
         batch = normalise_prompts(prompts, prompt_token_ids, resume)
-        count = len(batch.prompts)
-        ids = request_ids_each(request_ids, count) or [self._new_id() for _ in batch.prompts]
-        params = self.sampling_params if sampling_params is None else sampling_params
-        common = common_fields(
-            count,
-            self._longest,
-            params,
-            lora_request,
-            prompt_adapter_request,
-            guided_options_request,
-            return_routed_experts,
-            on_resume,
-        )
-        turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
-        requests = [
-            make_request(prompt, request_id=request_id, priority=turn, routed_experts=followed, **common)
-            for prompt, request_id, turn, followed in zip(batch.prompts, ids, turns, rows, strict=True)
-        ]
-        done = self._check_resumes(requests)
+        if prompt_adapter_request is not None:
+            raise ValueError(
+                "prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request."
+            )
+        options = lora_request, guided_options_request, return_routed_experts, on_resume
+        requests = self._requests(batch, sampling_params, options, request_ids, priority, routed_experts)
         where = placements(
-            count,
+            len(requests),
             actor_index=actor_index,
             session_ids=session_ids,
             min_version=min_version,
             group_ids=group_ids,
             request_context=request_context,
         )
-        completions = self._run(requests, where, timeout_seconds, use_tqdm, done)
+        completions = self._run(requests, where, timeout_seconds, use_tqdm)
         return completions[0] if batch.single else completions
+
+    def _requests(
+        self,
+        batch: PromptBatch,
+        sampling_params: SamplingParams | None,
+        options: tuple[LoRA | None, GuidedOptions | None, bool, OnResume | None],
+        request_ids: object,
+        priority: object,
+        routed_experts: object,
+    ) -> list[Request]:
+        """Return the requests of a call, checked as far as can be here."""
+        count = len(batch.prompts)
+        ids = request_ids_each(request_ids, count) or [self._new_id() for _ in batch.prompts]
+        params = self.sampling_params if sampling_params is None else sampling_params
+        common = common_request(count, self._longest, params, *options)
+        turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
+        requests = [
+            make_request(prompt, common, request_id=name, priority=turn, routed_experts=followed)
+            for prompt, name, turn, followed in zip(batch.prompts, ids, turns, rows, strict=True)
+        ]
+        layout = self.routing_layout
+        for position, request in enumerate(requests):
+            check_resume(request, position, layout)
+        return requests
 
     @property
     def _longest(self) -> int | None:
-        """The ``max_model_len`` of the engines, once one is known."""
         return min((info.max_model_len for info in self.infos), default=None)
 
     def _run(
@@ -396,12 +392,12 @@ class GenerationService:
         where: Sequence[Placement],
         timeout_seconds: float | None,
         use_tqdm: bool,
-        done: Sequence[Completion] = (),
         what: str = "generate",
     ) -> list[Completion]:
-        """Run requests to their end, and wait; ``done`` are those that were already complete."""
+        """Run requests to their end, and wait."""
         timeout = check_timeout(timeout_seconds)
         check_bool("use_tqdm", use_tqdm)
+        done = [given for request in requests if (given := whole(request)) is not None]
         asked = len(requests) - len(done)
         with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm, what) as progress:
             completions = self._dispatcher.run(Call(self.load_balancer, requests, where, timeout, progress.add))
@@ -451,21 +447,14 @@ class GenerationService:
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)
         count, rows = len(batch.prompts), rows_each(routed_experts, batch)
-        common = common_fields(count, self._longest, ONE_TOKEN, lora_request, None, None, False, None)
+        common = common_request(count, self._longest, ONE_TOKEN, lora_request, return_routed_experts=False)
         requests = [
-            make_request(prompt, request_id=self._new_id(), routed_experts=followed, scoring=scoring, **common)
+            make_request(prompt, common, request_id=self._new_id(), routed_experts=followed, scoring=scoring)
             for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
         ]
         where = placements(count, actor_index=actor_index, min_version=min_version)
         scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm, what="score"))
         return scores[0] if batch.single else scores
-
-    def _check_resumes(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the completions that are already complete; raise ``ValueError`` for those that cannot be resumed."""
-        layout = self.routing_layout
-        for position, request in enumerate(requests):
-            check_resume(request, position, layout)
-        return [done for request in requests if (done := whole(request)) is not None]
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
@@ -508,17 +497,11 @@ class GenerationService:
         batch = normalise_prompts(prompt, prompt_token_ids, resume)
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
-        (item,), (turn,) = batch.prompts, integers(priority, 1, "priority")
-        (name,) = request_ids_each(request_id, 1) or [self._new_id()]
-        params = self.sampling_params if sampling_params is None else sampling_params
-        common = common_fields(
-            1, self._longest, params, lora_request, None, guided_options_request, return_routed_experts, on_resume
-        )
-        (followed,) = rows_each(routed_experts, batch)
-        request = make_request(item, request_id=name, priority=turn, routed_experts=followed, **common)
+        options = lora_request, guided_options_request, return_routed_experts, on_resume
+        (request,) = self._requests(batch, sampling_params, options, request_id, priority, routed_experts)
         if on_part is not None:
             request = replace(request, stream=True)
-        done = self._check_resumes([request])
+        done = [] if (given := whole(request)) is None else [given]
         where = placements(
             1,
             actor_index=actor_index,

@@ -26,24 +26,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-__all__ = [
-    "COUNTERS",
-    "ENGINE_COUNTERS",
-    "OF_THE_ENGINE",
-    "OF_THE_TABLE",
-    "OUTCOMES",
-    "Histogram",
-    "Metrics",
-    "ReplicaMetric",
-    "ServiceCollector",
-    "Totals",
-    "breaker_state",
-    "describe",
-    "prometheus_text",
-    "replica_row",
-    "service_html",
-]
-
 
 # Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
 #
@@ -53,8 +35,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """One metric of a replica."""
-
     name: str
     kind: Literal["counter", "gauge", "label"]
     read: Callable[[Any], object]
@@ -160,7 +140,6 @@ class Histogram:
         self._recent: deque[float] = deque(maxlen=MOST_RECENT)
 
     def add(self, seconds: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
         self._recent.append(seconds)
@@ -189,7 +168,6 @@ class Metrics:
         self._histograms = {name: Histogram() for name in SECONDS}
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a counter."""
         if name not in self._counts:
             raise ValueError(f"no counter {name!r}; known: {', '.join(COUNTERS)}")
         if self.enabled:
@@ -400,7 +378,6 @@ class ServiceCollector:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families, as ``prometheus_client`` asks."""
         yield from self._of_replicas()
         if self._metrics.enabled:
             yield from self._of_service()
@@ -456,7 +433,6 @@ def _living_stats(entry: TableEntry) -> ReplicaStats:
 
 
 def prometheus_text(collector: ServiceCollector) -> str:
-    """Return a collector's families in Prometheus' text format."""
     client = _prometheus()
     registry = client.CollectorRegistry()
     registry.register(collector)

@@ -25,30 +25,6 @@ from xxhash import xxh3_64_intdigest
 from torchrl_moe._checks import check_callable, check_instance, check_number
 from torchrl_moe.modules.serving.candidates import GONE, Candidates, TableEntry, load_bound
 
-__all__ = [
-    "DEFAULT_HIERARCHY",
-    "STRATEGIES",
-    "TOKEN_BYTES",
-    "Branch",
-    "Hierarchy",
-    "KVCache",
-    "LeastRequests",
-    "PowerOfTwo",
-    "PrefixAware",
-    "PrefixIndex",
-    "RoundRobin",
-    "RoutingContext",
-    "SessionAffinity",
-    "Settings",
-    "Strategy",
-    "check_overload_threshold",
-    "check_prefix_length",
-    "make_strategy",
-    "prompt_bytes",
-    "prompt_keys",
-]
-
-
 # The base class of balancing strategies, and what they know of a request.
 
 
@@ -105,7 +81,6 @@ class LeastRequests(Strategy):
     name = "requests"
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int:
-        """Return the least loaded candidate."""
         del context
         return candidates.least_loaded().index
 
@@ -128,11 +103,7 @@ class RoundRobin(Strategy):
 
 
 class PowerOfTwo(Strategy):
-    """Of two candidates drawn at random, the less loaded one.
-
-    Args:
-        rng: draws them.
-    """
+    """Of two candidates drawn at random, the less loaded one."""
 
     name = "power-of-two"
 
@@ -141,7 +112,6 @@ class PowerOfTwo(Strategy):
         self._rng = rng or random.Random()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int:
-        """Return the less loaded of two."""
         del context
         first = self._rng.randrange(len(candidates))
         if len(candidates) == 1:
@@ -281,14 +251,9 @@ class SessionAffinity(Strategy):
             self.finish_session(session)
 
     def finish_session(self, session_id: str) -> None:
-        """Forget a session; unknown ones are ignored."""
         pin = self._pins.pop(session_id, None)
         if pin is not None:
             self._sessions[pin.entry.index] -= 1
-
-    def active_sessions(self, index: int) -> int:
-        """Return how many sessions a replica has."""
-        return self._sessions[index]
 
 
 # Which replicas hold which prefixes, inferred from placements: an index over hashed blocks of prompts.
@@ -360,10 +325,8 @@ since halves it); that epoch; the numbers of the caches that hold it, the latest
 class PrefixIndex:
     """A radix tree of prompts' keys, its least recently used branches dropped.
 
-    A key identifies everything before it, so a branch is found by its first key alone.
-
-    Args:
-        capacity: keys kept; one takes about three hundred bytes where prompts are short.
+    A key identifies everything before it, so a branch is found by its first key alone. It keeps ``capacity`` keys; one
+    takes about three hundred bytes where prompts are short.
     """
 
     def __init__(self, capacity: int = 1 << 18) -> None:
@@ -399,21 +362,13 @@ class PrefixIndex:
     def share(self, branch: Branch, is_distinct: bool) -> float:
         """Return the share of all distinct prompts that begin with a branch; 0 if only one does.
 
-        Args:
-            branch: on the path of the prompt in question.
-            is_distinct: whether that prompt is one more.
+        ``is_distinct``: whether the prompt on whose path it is, is one more.
         """
         prompts = (branch[1] >> (self._epoch - branch[2])) + is_distinct
         return prompts / (self._prompts + is_distinct) if prompts > 1 else 0.0
 
     def record(self, keys: list[int], cache: int, is_distinct: bool) -> None:
-        """Note that a prompt went to the replica whose cache has this number.
-
-        Args:
-            keys: of the prompt.
-            cache: the number.
-            is_distinct: what :meth:`match` said.
-        """
+        """Note that a prompt went to the replica with this cache; ``is_distinct`` is what :meth:`match` said."""
         branches, epoch = self._branches, self._epoch
         way = []
         position = 0
@@ -515,7 +470,6 @@ class PrefixAware(Strategy):
         return None
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Learn where a request went."""
         match = self._match(context)
         self._last = None
         if match is not None:
@@ -576,12 +530,7 @@ STRATEGIES: Mapping[str, Callable[[Settings], Strategy]] = {
 
 
 def make_strategy(strategy: str | Strategy, settings: Settings | None = None) -> Strategy:
-    """Return a strategy by name (hyphens or underscores), or the object as it is.
-
-    Raises:
-        ValueError: the name is not one of ours.
-        TypeError: neither a name nor a :class:`Strategy`.
-    """
+    """Return a strategy by name (hyphens or underscores), or the object as it is."""
     if isinstance(strategy, str):
         maker = STRATEGIES.get(strategy.replace("_", "-"))
         if maker is None:
@@ -600,13 +549,6 @@ class Hierarchy:
 
     A strategy that raises, or returns a replica that may not take the request, counts as having no opinion; a warning
     is shown once.
-
-    Args:
-        strategies: names or objects, at least one.
-        settings: for those made by name.
-
-    Raises:
-        ValueError: an unknown name, or no strategy at all.
     """
 
     def __init__(self, strategies: str | Strategy | Sequence[str | Strategy], settings: Settings) -> None:
@@ -622,7 +564,6 @@ class Hierarchy:
         self._warned: set[int] = set()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> TableEntry:
-        """Return the replica that takes the request."""
         for strategy in self.strategies:
             try:
                 index = strategy.choose(candidates, context)
@@ -638,7 +579,6 @@ class Hierarchy:
         return candidates.least_loaded()
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Notify strategies of where a request went."""
         for strategy in self.strategies:
             try:
                 strategy.placed(entry, context)
@@ -651,7 +591,6 @@ class Hierarchy:
             warnings.warn(f"strategy {strategy.name!r} {what}; the next strategy is used. Shown once.", stacklevel=4)
 
     def finish_session(self, session_id: str) -> None:
-        """Notify strategies that a session has ended."""
         for strategy in self.strategies:
             strategy.finish_session(session_id)
 

@@ -40,10 +40,8 @@ from torchrl_moe.modules.backends.ray.cluster import (
     secrets_of_environment,
 )
 from torchrl_moe.modules.backends.ray.replica_host import (
-    CHUNK_BYTES,
     NONCE_BYTES,
     TAG_BYTES,
-    LateStream,
     Listener,
     ReplicaHost,
     SealedStream,
@@ -368,7 +366,7 @@ def test_frames_of_any_size_arrive_both_ways_in_order(between: Between) -> None:
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(SealedStream, end, KEY, is_actor) for end, is_actor in ((ours, True), (theirs, False))]
         one, other = (end.result(20) for end in ends)
-        for size in (CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 7):
+        for size in (1, 1 << 18, (1 << 20) + 7):
             content = np.random.default_rng(size).bytes(size)
             for sender, reader in ((one, other), (other, one)):
                 sent = pool.submit(sender.send, [memoryview(content), b"more"])
@@ -480,7 +478,7 @@ def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener:
         until(lambda: threads() <= replica_host.MOST_PENDING)
         assert silent[0].recv(1 << 16) is not None  # the actor's greeting; then the end, not 20 s of waiting
         until(lambda: silent[0].recv(1 << 16) == b"")
-        with dial(listener.address) as right:
+        with contextlib.closing(dial(listener.address)) as right:
             right.send([b"hello"])
             assert right.receive() == [b"hello"]
 
@@ -490,7 +488,7 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
 ) -> None:
     monkeypatch.setattr(replica_host, "DIAL_SECONDS", 1)
     with (
-        dial(listener.address) as inside,
+        contextlib.closing(dial(listener.address)) as inside,
         socket.create_connection((listener.address.host, listener.address.port)) as silent,
     ):
         silent.settimeout(20)
@@ -502,42 +500,6 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
         address = dataclasses.replace(listener.address, port=nobody.getsockname()[1])
         with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
             dial(address)
-
-
-# -- a connection that is yet to come ---------------------------------------------------------------------------------
-
-
-def pair() -> tuple[SealedStream, SealedStream]:
-    """Two ends of one connection."""
-    with ThreadPoolExecutor(2) as pool:
-        ends = [
-            pool.submit(SealedStream, end, b"key", is_actor)
-            for end, is_actor in zip(socket.socketpair(), (True, False), strict=True)
-        ]
-        return ends[0].result(20), ends[1].result(20)
-
-
-def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
-    late = LateStream()
-    caught: list[type[BaseException]] = []
-
-    def read() -> None:
-        try:
-            late.receive()
-        except EOFError as error:
-            caught.append(type(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    late.give_up()
-    reader.join(60.0)
-    assert caught == [EOFError]
-    with pytest.raises(OSError, match="was never made"):
-        late.send([b"x"])
-    ours, other = pair()
-    late.become(ours)
-    with other, pytest.raises(EOFError):
-        other.receive()
 
 
 # -- one engine and its drivers ----------------------------------------------------------------------------------------

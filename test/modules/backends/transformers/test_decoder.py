@@ -239,7 +239,7 @@ def test_it_continues_from_what_there_was() -> None:
     assert rows[:, 0].tolist() == [[-1, -1]] * 5  # 0 on a dense layer is no route
     assert rows[:, 1].tolist() == [[0, 1]] * 4 + [[-1, -1]]
     one.add_rows(np.array([row(7, 7)] * 4 + [row(2, 3)], np.int16))
-    grow(one, [0xA9], 5, [0, 0xA9, 1])
+    grow(one, [0xA9], 5, [0xA9, 1])
     one.add_rows(np.array([row(4, 5)], np.int16))
     output = grow(one, [98], 5).output(True)
     assert output.token_ids.tolist() == [97, 0xC3, 0xA9, 98]
@@ -293,7 +293,7 @@ def test_what_was_whole_stays_and_what_was_cut_continues(plain: Loaded) -> None:
     running = resumed(plain)
     (answer,) = running.answers
     assert (answer.index, answer.tokens) == (1, [97])
-    assert (running.kept, running.generated) == (1, 0)
+    assert running.kept == 1
     done = running.completion()
     assert (done.request_id, done.prompt) == ("a", "AB")
     assert [output.text for output in done.outputs] == ["whole", "a"]
@@ -371,7 +371,7 @@ def draw(count: int = 1, seed: int = 0, logits: Tensor = LOGITS, **params: Any) 
 
 def drawn_from(one: Draw) -> list[int]:
     """The words that a token was drawn from."""
-    ids = one.step[1:].tolist()
+    ids = one.mask.tolist()
     if not ids:
         return [0, 1, 2, 3]
     return ids if ids[0] >= 0 else [word for word in range(4) if ~word not in ids]
@@ -410,7 +410,7 @@ def test_tokens_come_from_the_distribution_whose_log_probs_they_have(
 
 def test_a_greedy_token_is_the_likeliest_and_its_log_prob_is_of_temperature_one() -> None:
     (one,) = draw(temperature=0)
-    assert (one.token, len(one.step)) == (0, 0)
+    assert (one.token, len(one.mask)) == (0, 0)
     assert one.log_prob == pytest.approx(math.log(0.4), abs=1e-6)
     (penalised,) = draw(temperature=0, repetition_penalty=2.0)
     assert penalised.token == 1
@@ -421,7 +421,7 @@ def test_words_are_masked_until_there_are_enough_tokens() -> None:
     logits = torch.zeros(LOCKED_WORDS.eos + 1)  # type: ignore[operator]
     logits[LOCKED_WORDS.eos] = 100.0
     (one,) = draw(logits=logits, min_tokens=1, stop_token_ids=[5, 100_000])  # the model has no such word
-    assert one.step.tolist() == [0, ~5, ~LOCKED_WORDS.eos]  # type: ignore[operator]
+    assert one.mask.tolist() == [~5, ~LOCKED_WORDS.eos]  # type: ignore[operator]
     assert one.log_prob == pytest.approx(-math.log(LOCKED_WORDS.eos - 1), abs=1e-4)  # type: ignore[operator]
     (free,) = draw(logits=logits, min_tokens=0)
     assert free.token == LOCKED_WORDS.eos
@@ -433,7 +433,7 @@ def test_rows_that_sample_differently_do_not_mix() -> None:
     drawn = Sampler(torch.device("cpu"), 0)(LOGITS.repeat(7, 1), order)
     assert [drawn[i].token for i in (1, 4, 2, 5)] == [0, 0, 0, 0]
     assert [drawn[i].log_prob for i in (2, 5)] == [0.0, 0.0]
-    assert [len(drawn[i].step) for i in (0, 1, 2)] == [0, 0, 2]
+    assert [len(drawn[i].mask) for i in (0, 1, 2)] == [0, 0, 1]
     for i in (0, 3, 6):
         assert drawn[i].log_prob == pytest.approx(math.log(PROBABILITIES[drawn[i].token]), abs=1e-5)
 

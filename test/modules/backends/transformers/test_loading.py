@@ -14,7 +14,7 @@ import torchrl_moe
 from support.plain import loaded, save
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.transformers import loading
 from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
@@ -73,21 +73,19 @@ def test_each_replica_has_a_seed_of_its_own() -> None:
 
 
 def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
-    assert find_kind("torchrl_moe.modules.backends.transformers.transformers_arguments") is kind
-    wanted = {*EngineKind.__annotations__, *(name for name in vars(EngineKind) if not name.startswith("_"))}
-    assert wanted <= {*vars(kind)}
+    found = engine_kind("transformers")
+    assert (found.PROGRAM, found.seeded, found.devices_per_replica({})) == (kind.PROGRAM, seeded, 1)
     path = Path(torchrl_moe.__file__).parents[1].joinpath(*kind.PROGRAM.split(".")).with_suffix(".py")
-    assert {"def preload(", "def run(", "def main("} <= {
-        line.partition("(")[0] + "(" for line in path.read_text().splitlines()
-    }
+    assert {"def preload(", "def run("} <= {line.partition("(")[0] + "(" for line in path.read_text().splitlines()}
 
 
 def test_its_program_runs_by_itself_where_nothing_may_fork_it(
     plain_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a Ray actor."""
-    monkeypatch.setattr(kind, "reason_not_to_fork", lambda environment: "of the tests")
-    replica = LocalReplica(0, kind, {"model": str(plain_folder)}, kind.engine_environment())
+    found = engine_kind("transformers")
+    monkeypatch.setattr(found, "reason_not_to_fork", lambda environment: "of the tests")
+    replica = LocalReplica(0, found, {"model": str(plain_folder)}, kind.engine_environment())
     replica.start()
     try:
         assert replica.wait_ready(240.0).model == str(plain_folder)

@@ -459,9 +459,10 @@ def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
     scores = bench.sent["s"].prompt_logprobs
     assert scores is not None
     assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
-    assert bench.requests.counts == {"requests": 3, "completions": 4, "prompt_tokens": 6, "generated_tokens": 8 + 6}
+    load = bench.requests.load
+    assert (load.requests, load.completions, load.prompt_tokens, load.generated_tokens) == (3, 4, 6, 8 + 6)
     metrics = bench.sent["a"].metrics
     assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
-    assert bench.requests.seconds >= metrics.total_seconds
-    assert (bench.requests.load.running, bench.requests.load.waiting, len(bench.requests)) == (0, 0, 0)
-    assert bench.requests.load.tokens == 14
+    assert load.generation_seconds >= metrics.total_seconds
+    assert (load.running, load.waiting, len(bench.requests)) == (0, 0, 0)
+    assert load.tokens == 14

@@ -42,10 +42,11 @@ from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 
 @pytest.fixture
-def load() -> Any:
+def loads() -> tuple[Load, Any]:
     from torchrl_moe.modules.backends.vllm.engine_process import load_logger
 
-    return load_logger()
+    load = Load()
+    return load, load_logger(load)
 
 
 def scheduler(running: int, waiting: int, usage: float, queries: int = 0, hits: int = 0) -> Any:
@@ -61,10 +62,11 @@ def iteration(tokens: int, preempted: int, at: float) -> Any:
     return SimpleNamespace(num_generation_tokens=tokens, num_preempted_reqs=preempted, iteration_timestamp=at)
 
 
-def test_the_last_step_says_what_is_and_all_steps_are_counted(load: Any) -> None:
-    assert load.load == Load()
-    load.record(scheduler(3, 2, 0.25, queries=10, hits=4), iteration(5, 1, 1000.0))
-    assert load.load == Load(
+def test_the_last_step_says_what_is_and_all_steps_are_counted(loads: tuple[Load, Any]) -> None:
+    load, logger = loads
+    assert load == Load()
+    logger.record(scheduler(3, 2, 0.25, queries=10, hits=4), iteration(5, 1, 1000.0))
+    assert load == Load(
         running=3,
         waiting=2,
         cache_usage=0.25,
@@ -75,16 +77,17 @@ def test_the_last_step_says_what_is_and_all_steps_are_counted(load: Any) -> None
         steps=1,
         step_at=1000.0,
     )
-    load.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=0)
-    assert load.load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
+    logger.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=0)
+    assert load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
 
 
-def test_vllms_own_figures_have_these_names(load: Any) -> None:
+def test_vllms_own_figures_have_these_names(loads: tuple[Load, Any]) -> None:
+    load, logger = loads
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
     theirs = IterationStats()
-    load.record(SchedulerStats(num_running_reqs=2), theirs)
-    assert load.load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
+    logger.record(SchedulerStats(num_running_reqs=2), theirs)
+    assert load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ from torchrl_moe.modules.backends.vllm.engine_requests import (
     forced_of,
     sampled_logprobs,
 )
-from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
-from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights, WeightCheck
 
 # -- vLLM's outputs, by hand-made objects of their shape ---------------------------------------------------------------
 

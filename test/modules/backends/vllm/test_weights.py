@@ -31,10 +31,15 @@ from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
-from torchrl_moe.modules.backends.vllm import weight_check
-from torchrl_moe.modules.backends.vllm import weights as adapter_versions
-from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
-from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeights, Updates
+from torchrl_moe.modules.backends.vllm import weights as weights_module
+from torchrl_moe.modules.backends.vllm.weights import (
+    FIRST_NUMBER,
+    AdapterVersions,
+    EngineWeights,
+    Updates,
+    WeightCheck,
+    is_weight_check,
+)
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreWriter, adapter_tensors
 from torchrl_moe.store.writer import version_path
@@ -158,8 +163,8 @@ def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
 
 
 def test_a_question_behind_a_long_queue_is_dropped_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_check, "PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(weight_check, "PROOF_SECONDS", 0.02)
+    monkeypatch.setattr(weights_module, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(weights_module, "PROOF_SECONDS", 0.02)
     engine = FakeLLM()
     assert ask(engine) == ask(engine, CANARY) == ""
     engine.hangs = True
@@ -218,7 +223,7 @@ RunAdapters = Callable[[Callable[[AdapterBench], Awaitable[None]]], None]
 
 @pytest.fixture
 def run_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunAdapters:
-    monkeypatch.setattr(adapter_versions, "LEAVE_SECONDS", 0.001)
+    monkeypatch.setattr(weights_module, "LEAVE_SECONDS", 0.001)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "copies"))
     (tmp_path / "copies").mkdir()
 

@@ -22,14 +22,15 @@ import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TypeAlias
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.engine_program import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
-from torchrl_moe.modules.backends.process.fork_server import CannotFork, Launch, fork_server
+from torchrl_moe.modules.backends.process.fork_server import CannotFork, ForkedProcess, Launch, fork_server
 
-__all__ = ["Child", "Process", "configuration"]
+Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+"""The leader of its group."""
 
 GRACE_SECONDS = 10.0
 SOCKET_NAME_BYTES = 107  # of a Unix socket, by the kernel
@@ -45,23 +46,6 @@ def configuration(arguments: Mapping[str, object]) -> link.Frames:
     further than to a process of the same user on the same machine, which the sender started.
     """
     return link.message("configure", pickle.dumps(dict(arguments)))
-
-
-class Process(Protocol):
-    """The part of ``subprocess.Popen`` that an owner needs of its process; a process from a fork server has it, too."""
-
-    @property
-    def pid(self) -> int:
-        """Its id, and that of the group that it leads."""
-
-    def poll(self) -> int | None:
-        """Return its exit code; ``None`` while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; ``subprocess.TimeoutExpired`` if it does not come in time."""
-
-    def kill(self) -> None:
-        """Kill it."""
 
 
 class Child:
@@ -204,6 +188,11 @@ class Child:
             self.process.wait(GRACE_SECONDS)
         kill_group(self.process.pid)
         self.process.wait()
+
+    def close(self) -> None:
+        """Close the socket; see :class:`~torchrl_moe.modules.backends.process.process_replica.Link`."""
+        self.outbox.close()
+        self.stream.close()
 
     def end_and_forget(self) -> None:
         """End it and remove its folder."""

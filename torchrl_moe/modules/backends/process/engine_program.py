@@ -38,24 +38,6 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
-__all__ = [
-    "DRIVER_VARIABLE",
-    "FOLDER_VARIABLE",
-    "EngineProgram",
-    "Inbox",
-    "Load",
-    "OpenEngine",
-    "Send",
-    "StatsFeed",
-    "end_group",
-    "end_group_later",
-    "end_with_leader",
-    "kill_group",
-    "run_engine",
-    "run_script",
-]
-
-
 # The engine's stats, sent to the driver unasked, a few times a second, when they have changed.
 #
 # The driver keeps the last ones, so reading them costs the engine nothing.
@@ -67,7 +49,7 @@ RATE_READINGS = 5  # the rate is that of the last second
 
 @dataclasses.dataclass(slots=True)
 class Load:
-    """The engine's report of its last step, and counts since it started; :class:`ReplicaStats` explains most of it.
+    """The engine's report of its last step, and counts since it started; :class:`ReplicaStats` explains all but one.
 
     ``tokens`` counts generated tokens as they are made, not when their request ends.
     """
@@ -81,6 +63,29 @@ class Load:
     preemptions: int = 0
     steps: int = 0
     step_at: float = 0.0
+    requests: int = 0
+    completions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+
+    def count(self, request: Request, completion: Completion, seconds: float, kept: int) -> None:
+        """Count a request that is over; ``kept`` of its tokens were there before."""
+        self.requests += 1
+        if request.scoring is None:  # else its one token belongs to no answer
+            self.completions += len(completion.outputs)
+            self.generated_tokens += sum(len(output.token_ids) for output in completion.outputs) - kept
+        self.prompt_tokens += len(completion.prompt_token_ids)
+        self.cached_tokens += completion.num_cached_tokens
+        self.generation_seconds += seconds
+
+    def stats(self, weights_version: int, busy: bool) -> ReplicaStats:
+        """Return it as stats. An engine may report at its steps only, and an idle one takes none."""
+        values = dataclasses.asdict(self)
+        del values["tokens"]
+        idle = {} if busy else {"running": 0, "waiting": 0, "cache_usage": 0.0}
+        return ReplicaStats(**{**values, **idle}, weights_version=weights_version)
 
 
 class StatsFeed:

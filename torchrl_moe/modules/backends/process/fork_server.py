@@ -27,8 +27,6 @@ from typing import IO
 from torchrl_moe.modules.backends.process.engine_program import kill_group
 from torchrl_moe.modules.backends.process.fork_server_process import DISMISSED, Request, readable
 
-__all__ = ["CannotFork", "ForkServer", "ForkedProcess", "Launch", "fork_server", "key_of"]
-
 MODULE = "torchrl_moe.modules.backends.process.fork_server_process"
 # Read when Python starts, when a library is loaded, or when a module is imported. All others are read later, and a
 # forked process has its own.

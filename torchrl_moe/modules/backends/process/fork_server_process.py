@@ -38,8 +38,6 @@ from torchrl_moe._lazy import without_collections
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE, kill_group
 from torchrl_moe.modules.backends.process.link import SocketStream
 
-__all__ = ["DISMISSED", "main", "readable"]
-
 DISMISSED = b"end"  # a driver's last packet
 FILES = 5  # that come with a request
 ORPHAN_SECONDS = 15.0  # that engine processes get to end by themselves once their driver is gone

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,37 +27,14 @@ from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import (
     Completion,
-    CompletionMetrics,
-    CompletionOutput,
-    KeptIds,
     ProbeReport,
     ReplicaInfo,
     ReplicaStats,
     Request,
-    Scoring,
     StageReport,
     SwapReport,
     WeightClaim,
 )
-
-__all__ = [
-    "MOST_BYTES",
-    "NUMBERS",
-    "Frames",
-    "Message",
-    "Outbox",
-    "SocketStream",
-    "Stream",
-    "completion_bytes",
-    "decode",
-    "encode",
-    "head_of",
-    "message",
-    "plain",
-    "read",
-    "tagged",
-    "untagged",
-]
 
 LOG = logging.getLogger(__name__)
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -81,6 +58,7 @@ DATA_CLASSES = {
     kind.__name__: kind for kind in (ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport, WeightClaim)
 }
 COMPLETIONS, REQUESTS = "completions", "requests"
+OURS: Mapping[str, Any] = {COMPLETIONS: list[Completion], **DATA_CLASSES}
 OPTIONS = ("sampling_params", "lora_request", "guided_options")
 OTHERS = tuple(field.name for field in dataclasses.fields(Request) if field.name not in OPTIONS)
 
@@ -205,11 +183,10 @@ def tagged(value: object) -> tuple[str, object]:
 
 def untagged(tag: str, value: Any) -> Any:
     """Undo :func:`tagged`, once the value has come as plain data."""
-    if tag == COMPLETIONS:
-        return [_completion(fields) for fields in value]
-    if tag == REQUESTS:
-        return [_request(fields, value[0]) for fields in value[1]]
-    return msgspec.convert(value, DATA_CLASSES[tag]) if tag else value
+    if tag == REQUESTS:  # those that shared their options share them again
+        options, others = value
+        return [msgspec.convert({**options[fields.pop("options")], **fields}, Request) for fields in others]
+    return msgspec.convert(value, OURS[tag]) if tag else value
 
 
 def _without_options(requests: Sequence[Request]) -> tuple[list[object], list[dict[str, object]]]:
@@ -221,25 +198,6 @@ def _without_options(requests: Sequence[Request]) -> tuple[list[object], list[di
     options: list[object] = [plain({name: getattr(one, name) for name in OPTIONS}) for one in first.values()]
     others = [{name: getattr(one, name) for name in OTHERS} for one in requests]
     return options, [{**fields, "options": places[key]} for key, fields in zip(keys, others, strict=True)]
-
-
-def _request(fields: dict[str, Any], options: Sequence[dict[str, Any]]) -> Request:
-    """Return a request; those that shared their options share them again."""
-    if (resume := fields["resume"]) is not None:
-        fields["resume"] = _completion(resume)
-    if (scoring := fields["scoring"]) is not None:
-        fields["scoring"] = Scoring(temperature=scoring["temperature"], kept=_kept(scoring["kept"]))
-    return Request(**options[fields.pop("options")], **fields)
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    fields["metrics"] = CompletionMetrics(**fields["metrics"])
-    fields["outputs"] = [CompletionOutput(**{**one, "kept": _kept(one["kept"])}) for one in fields["outputs"]]
-    return Completion(**fields)
-
-
-def _kept(fields: dict[str, Any] | None) -> KeptIds | None:
-    return None if fields is None else KeptIds(**fields)
 
 
 def completion_bytes(completion: Completion) -> int:
@@ -267,12 +225,8 @@ def head_of(frames: Sequence[Buffer]) -> tuple[str, str]:
         raise ValueError(str(error)) from error
 
 
-def read(stream: Stream) -> Message:
-    """Receive one message.
-
-    Raises:
-        EOFError, OSError: the other side is gone, or what it sent is no message.
-    """
+def read(stream: SocketStream) -> Message:
+    """Receive one message; ``EOFError`` or ``OSError``: the other side is gone, or what it sent is no message."""
     frames = stream.receive()
     try:
         return (*head_of(frames), decode(frames[1:]))
@@ -287,40 +241,29 @@ COUNT, LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 GATHERED = 512  # buffers in one system call
 
 
-class Stream(Protocol):
-    """Where messages are written and read; one thread may write while another reads."""
-
-    moved_at: float
-    """When the other side last took something, by the monotonic clock."""
-
-    def send(self, frames: Sequence[Buffer]) -> None:
-        """Write a message."""
-
-    def receive(self) -> list[memoryview]:
-        """Read a message; ``EOFError`` if the other side is gone, ``OSError`` if it is larger than it may be."""
-
-    def hang_up(self) -> None:
-        """End the traffic both ways without closing the socket, which another thread may be reading."""
-
-    def close(self) -> None:
-        """Close the socket."""
+def framed(frames: Sequence[Buffer]) -> list[memoryview]:
+    """Return a message as it is written: the number of its frames, their lengths, the frames."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    header = COUNT.pack(len(views)) + b"".join(LENGTH.pack(len(view)) for view in views)
+    return [memoryview(header), *views]
 
 
 class SocketStream:
-    """A :class:`Stream` over a connected socket: the number of frames, their lengths, the frames."""
+    """Messages over a connected socket.
+
+    One thread may write while another reads. ``moved_at``: when the other side last took something, by the monotonic
+    clock.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self.moved_at = time.monotonic()
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Write a message."""
-        views = [memoryview(frame).cast("B") for frame in frames]
-        header = COUNT.pack(len(views)) + b"".join(LENGTH.pack(len(view)) for view in views)
-        self._write([memoryview(header), *views])
+        self._write(framed(frames))
 
     def receive(self) -> list[memoryview]:
-        """Read a message, each frame into memory of its own."""
+        """Read a message; ``EOFError``: the other side is gone, ``OSError``: it is larger than it may be."""
         (count,) = COUNT.unpack(self._take(COUNT.size))
         self._check(count, MOST_FRAMES, "frames")
         lengths = [length for (length,) in LENGTH.iter_unpack(self._take(count * LENGTH.size))]
@@ -353,16 +296,14 @@ class SocketStream:
         return view
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self._end.fileno()
 
     def hang_up(self) -> None:
-        """End the traffic both ways."""
+        """End the traffic both ways without closing the socket, which another thread may be reading."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket."""
         self._end.close()
 
 
@@ -376,7 +317,7 @@ class Outbox:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: SocketStream,
         frame: Callable[[list[Any]], list[Frames]] = list,
         size: Callable[[Any], int] | None = None,
         limit: int = MOST_WAITING_BYTES,

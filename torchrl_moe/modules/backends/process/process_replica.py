@@ -28,8 +28,6 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.replica import Completion, Replica, ReplicaInfo, ReplicaStats, Request, Tell
 
-__all__ = ["EngineReplica", "Link", "LocalReplica"]
-
 READY = -1  # the number of the one result that answers no call
 P = ParamSpec("P")
 
@@ -38,18 +36,21 @@ class Link(Protocol):
     """The driver's end of an engine process; :class:`Child` is one."""
 
     @property
-    def stream(self) -> link.Stream:
-        """The messages of the process."""
+    def stream(self) -> link.SocketStream:
+        """The messages of the process; waits for the connection, ``EOFError`` if there will be none."""
 
     @property
     def outbox(self) -> link.Outbox:
-        """The messages to it."""
+        """The messages to it, in the same way."""
 
     def end(self) -> None:
         """End the process, or only this driver's connection if others use it. All callers wait for that. Idempotent."""
 
     def end_and_forget(self) -> None:
         """:meth:`end`, and remove what was kept for a look at what went wrong."""
+
+    def close(self) -> None:
+        """Close the socket after the end, when nothing reads it any more."""
 
     def log_tail(self) -> str:
         """Return its last errors, or its last lines."""
@@ -78,7 +79,6 @@ class EngineReplica(Replica, Generic[LinkT]):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine process, without waiting for it; see the protocol."""
         if self._child is not None:
             raise RuntimeError(f"replica {self.index} was started before: make a new one")
         self._child = child = self._open()
@@ -97,7 +97,6 @@ class EngineReplica(Replica, Generic[LinkT]):
         """Return how the process ended, after "replica 0"."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
-        """Wait until the engine serves."""
         self._started()
         try:
             return self._ready.result(timeout)
@@ -113,7 +112,6 @@ class EngineReplica(Replica, Generic[LinkT]):
 
     @property
     def last_stats(self) -> ReplicaStats | None:
-        """The stats that the engine last sent by itself; ``None`` before."""
         return self._stats
 
     def log_tail(self) -> str:
@@ -122,11 +120,9 @@ class EngineReplica(Replica, Generic[LinkT]):
 
     @property
     def death(self) -> str | None:
-        """Why it died, once that is known; ``None`` before."""
         return self._death
 
     def is_alive(self) -> bool:
-        """Whether the process is there and has not reported its engine's death."""
         return self._child is not None and self._death is None
 
     def shutdown(self) -> None:
@@ -179,7 +175,6 @@ class EngineReplica(Replica, Generic[LinkT]):
                 raise
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; their futures resolve with what was generated so far."""
         if self._death is None:
             self._started().outbox.put(link.message("abort", list(request_ids)))
 
@@ -188,7 +183,6 @@ class EngineReplica(Replica, Generic[LinkT]):
     def ask(
         self, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Send a verb to the process; see the base class."""
         child = self._started()
         number = next(self._numbers)
         frames = link.message("call", (number, verb.__name__, args, kwargs))
@@ -282,7 +276,9 @@ class EngineReplica(Replica, Generic[LinkT]):
     def _lost(self) -> None:
         """Note that the process closed its socket, whether or not it said the reason."""
         if self._death is None:
-            stuck = self._started().outbox.overflowed
+            stuck = False
+            with contextlib.suppress(EOFError):  # there was no connection
+                stuck = self._started().outbox.overflowed
             self._fail_all(
                 f"replica {self.index} " + ("did not keep up with what it was sent" if stuck else self._ending())
             )
@@ -317,7 +313,6 @@ class LocalReplica(EngineReplica[Child]):
         return None if self._child is None else self._child.log
 
     def is_alive(self) -> bool:
-        """Whether the child runs and has not reported its engine's death."""
         return super().is_alive() and self._started().is_alive()
 
     def _ending(self) -> str:
@@ -360,5 +355,4 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
         child.end()
         if (replica := reference()) is not None:
             replica._lost()
-        child.outbox.close()
-        child.stream.close()
+        child.close()

@@ -18,8 +18,6 @@ from torchrl_moe.modules.backends.ray.replica_host import Address, ReplicaHost
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-__all__ = ["Description", "ReplicaActor", "actor_environment"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -44,8 +42,6 @@ def actor_environment(service: RayService, forwarded: Mapping[str, str]) -> dict
 
 
 class ReplicaActor(ReplicaHost):
-    """One replica in the cluster."""
-
     def __init__(
         self,
         index: int,

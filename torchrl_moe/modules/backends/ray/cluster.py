@@ -17,25 +17,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from torchrl_moe.errors import EngineError
 
-__all__ = [
-    "NAMESPACE",
-    "RayService",
-    "check_free",
-    "default_resources",
-    "end_service",
-    "find_service",
-    "forwarded_environment",
-    "join_cluster",
-    "own_address",
-    "parse_actor_name",
-    "parse_group_name",
-    "remove_leftovers",
-    "running_services",
-    "secrets_of_environment",
-    "shortage",
-]
-
-
 # A service in a Ray cluster: its name, its replicas' engine arguments, and what each asks of a node.
 
 
@@ -62,7 +43,6 @@ class RayService:
     log_folder: str | None = None
 
     def actor_name(self, index: int) -> str:
-        """Return the name of a replica's actor."""
         return f"{self.name}-replica-{index}"
 
     def group_name(self, index: int, driver: str) -> str:

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 import weakref
+from concurrent.futures import CancelledError, Future
 from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,10 @@ from torchrl_moe.modules.backends.ray.cluster import (
     secrets_of_environment,
     shortage,
 )
-from torchrl_moe.modules.backends.ray.replica_host import LateStream, SealedStream, dial
+from torchrl_moe.modules.backends.ray.replica_host import SealedStream, dial
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-__all__ = ["ActorLink", "RayReplica"]
 
 
 # A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and leaves it.
@@ -68,8 +67,7 @@ class ActorLink:
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.reason = ""
-        self.stream = LateStream()
-        self.outbox = link.Outbox(self.stream, reader=f"the actor of replica {index}")
+        self._connection: Future[tuple[SealedStream, link.Outbox]] = Future()  # cancelled: there will be none
         self._index = index
         self._service = service
         self._number = number
@@ -84,19 +82,40 @@ class ActorLink:
         self._thread.start()
         _open_links.add(self)
 
+    def _connected(self) -> tuple[SealedStream, link.Outbox]:
+        try:
+            return self._connection.result()
+        except CancelledError as error:
+            raise EOFError("the connection was never made") from error
+
+    @property
+    def stream(self) -> SealedStream:
+        """The messages of the actor."""
+        return self._connected()[0]
+
+    @property
+    def outbox(self) -> link.Outbox:
+        """The messages to it."""
+        return self._connected()[1]
+
     # -- the beginning ----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         try:
             stream = self._dial()
             stream.send(link.message("hello", secrets_of_environment(), self.driver))
-            self.stream.become(stream)
+            outbox = link.Outbox(stream, reader=f"the actor of replica {self._index}")
+            if self._connection.set_running_or_notify_cancel():
+                self._connection.set_result((stream, outbox))
+            else:  # given up meanwhile
+                outbox.close()
+                stream.close()
         except _GivenUpError:
             pass
         except (RayError, EngineError, AuthenticationError, EOFError, OSError, ValueError) as error:
             self.reason = f"could not be reached: {_cause(error)}"
         finally:
-            self.stream.give_up()
+            self._connection.cancel()
             if not self._described:
                 self._withdraw()
 
@@ -224,10 +243,16 @@ class ActorLink:
     def _hang_up(self) -> None:
         self._given_up.set()
         self._thread.join(ASK_SECONDS)  # an actor that is stuck may keep it waiting; it ends with the actor
-        self.stream.give_up()
-        self.outbox.close(1.0)
-        self.stream.hang_up()  # the outbox may be stuck
+        if not self._connection.cancel():
+            self.outbox.close(1.0)
+            self.stream.hang_up()  # the outbox may be stuck
         _open_links.discard(self)
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if not self._connection.cancelled():
+            self.outbox.close()
+            self.stream.close()
 
     def _hold_successor(self) -> None:
         """Hold the actor with which another driver has replaced this link's, if any."""
@@ -270,7 +295,6 @@ class ActorLink:
         return not self._service.detached and not ray.is_initialized()
 
     def log_tail(self) -> str:
-        """Return the last errors of the engine process, or what the actor waits for."""
         if self.reason:
             return self.reason
         if self._actor is None or not self._described:

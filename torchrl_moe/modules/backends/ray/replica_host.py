@@ -18,33 +18,17 @@ import logging
 import secrets
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import AuthenticationError
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import numpy as np
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.process.link import MOST_BYTES, SocketStream
-
-__all__ = [
-    "Address",
-    "LateStream",
-    "Listener",
-    "ReplicaHost",
-    "SealedStream",
-    "TamperedError",
-    "dial",
-]
-
 
 # A connection that authenticates every message: its sender, its content and its place in the order.
 #
@@ -56,7 +40,6 @@ __all__ = [
 LOG = logging.getLogger(__name__)
 NONCE_BYTES = 32
 NUMBER_BYTES = 8
-CHUNK_BYTES = 1 << 18  # that are sent before they go into the MAC, so that the other side can start on them
 TAG_BYTES = hashlib.sha256().digest_size
 ACTOR, DRIVER = b"actor", b"driver"
 
@@ -73,12 +56,11 @@ class SealedStream(SocketStream):
         mine, theirs = (ACTOR, DRIVER) if is_actor else (DRIVER, ACTOR)
         nonce = secrets.token_bytes(NONCE_BYTES)
         end.sendall(nonce)
-        other = super()._take(NONCE_BYTES).tobytes()
+        other = self._take(NONCE_BYTES).tobytes()
         nonces = nonce + other if is_actor else other + nonce
         session = hmac.digest(key, b"torchrl_moe" + nonces, "sha256")
         self._sealing = hmac.new(hmac.digest(session, mine, "sha256"), digestmod="sha256")
         self._proving = hmac.new(hmac.digest(session, theirs, "sha256"), digestmod="sha256")
-        self._mac: hmac.HMAC | None = None  # of the message that is being read
         self._sent = self._received = 0
         self._most = len(theirs)
         self.send([mine])
@@ -89,12 +71,15 @@ class SealedStream(SocketStream):
         self._most = MOST_BYTES
         end.settimeout(None)
 
+    def send(self, frames: Sequence[link.Buffer]) -> None:
+        views = link.framed(frames)
+        self._write([*views, memoryview(_tag(self._sealing, self._sent, views))])
+        self._sent += 1
+
     def receive(self) -> list[memoryview]:
-        """Read a message."""
-        self._mac = _begun(self._proving, self._received)
         frames = super().receive()
-        mac, self._mac = self._mac, None
-        if not hmac.compare_digest(mac.digest(), self._take(TAG_BYTES)):
+        tag = _tag(self._proving, self._received, link.framed(frames))
+        if not hmac.compare_digest(tag, self._take(TAG_BYTES)):
             raise self._given_up("a message failed authentication")
         self._received += 1
         return frames
@@ -103,54 +88,18 @@ class SealedStream(SocketStream):
         if announced > min(most, self._most):
             raise self._given_up(f"a message of {announced} {what} was announced; at most {most} are allowed")
 
-    def _write(self, views: list[memoryview]) -> None:
-        mac = _begun(self._sealing, self._sent)
-        self._sent += 1
-        small: list[memoryview] = []
-        for view in views:
-            if len(view) <= CHUNK_BYTES:
-                mac.update(view)
-                small.append(view)
-                continue
-            # sent piece by piece, each before it is hashed: the other side can start on it
-            super()._write(small)
-            small = []
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
-                super()._write([chunk])
-                mac.update(chunk)
-        super()._write([*small, memoryview(mac.digest())])
-
-    def _take(self, size: int) -> memoryview:
-        """Read ``size`` bytes, and hash them on the way."""
-        mac = self._mac
-        if mac is None:
-            return super()._take(size)
-        view = np.empty(size, np.uint8).data
-        for start in range(0, size, CHUNK_BYTES):
-            chunk = super()._take(min(CHUNK_BYTES, size - start))
-            view[start : start + len(chunk)] = chunk
-            mac.update(chunk)
-        return view
-
     def _given_up(self, reason: str) -> TamperedError:
         LOG.warning("the connection with %s is given up: %s", self._end.getpeername(), reason)
         return TamperedError(reason)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _begun(keyed: hmac.HMAC, number: int) -> hmac.HMAC:
-    """Return the MAC of a message, begun with its number."""
+def _tag(keyed: hmac.HMAC, number: int, views: Sequence[memoryview]) -> bytes:
+    """Return the MAC of a message."""
     mac = keyed.copy()
     mac.update(number.to_bytes(NUMBER_BYTES, "big"))
-    return mac
+    for view in views:
+        mac.update(view)
+    return mac.digest()
 
 
 # The socket between a driver and an actor: the actor listens, drivers connect, and both authenticate before they
@@ -208,14 +157,14 @@ class Listener:
     def _authenticate(self, caller: socket.socket) -> None:
         with contextlib.suppress(AuthenticationError, EOFError, OSError), contextlib.ExitStack() as stack:
             try:
-                connection = stack.enter_context(_prove(caller, self.address.key, is_actor=True))
+                connection = _prove(caller, self.address.key, is_actor=True)
+                stack.callback(connection.close)
             finally:
                 with contextlib.suppress(ValueError):  # it was sent away
                     self._pending.remove(caller)
             self._welcome(connection)
 
     def close(self) -> None:
-        """Accept no more connections; open ones stay."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would continue waiting
@@ -248,67 +197,6 @@ def _tune(end: socket.socket) -> None:
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-class LateStream:
-    """A connection that may be used before it exists: readers and writers wait until it does, or never will."""
-
-    def __init__(self) -> None:
-        self._known = threading.Event()
-        self._lock = threading.Lock()
-        self._real: SealedStream | None = None
-        self._moved_at = time.monotonic()
-
-    def become(self, real: SealedStream) -> None:
-        """Take the connection, or close it if this one was given up."""
-        with self._lock:
-            if self._known.is_set():
-                real.close()
-            self._real = real
-            self._known.set()
-
-    def give_up(self) -> None:
-        """Declare that there will be none; does nothing if there is one."""
-        with self._lock:
-            self._known.set()
-
-    def _wait(self) -> SealedStream:
-        self._known.wait()
-        if self._real is None:
-            raise EOFError("the connection was never made")
-        return self._real
-
-    def send(self, frames: Sequence[link.Buffer]) -> None:
-        """Write a message."""
-        try:
-            self._wait().send(frames)
-        except EOFError as error:
-            raise OSError(str(error)) from error
-
-    def receive(self) -> list[memoryview]:
-        """Read a message."""
-        return self._wait().receive()
-
-    @property
-    def moved_at(self) -> float:
-        """When the other side last took something."""
-        return self._moved_at if self._real is None else max(self._moved_at, self._real.moved_at)
-
-    @moved_at.setter
-    def moved_at(self, value: float) -> None:
-        self._moved_at = value
-
-    def hang_up(self) -> None:
-        """End the traffic both ways, or give it up."""
-        self.give_up()
-        if self._real is not None:
-            self._real.hang_up()
-
-    def close(self) -> None:
-        """Close it, or give it up. No thread may still be reading it."""
-        self.give_up()
-        if self._real is not None:
-            self._real.close()
 
 
 ENDS = ("failed", "died")
@@ -353,11 +241,9 @@ class ReplicaHost:
             return self._child
 
     def address(self) -> Address:
-        """Return where drivers find the host."""
         return self._listener.address
 
     def log_tail(self) -> str:
-        """Return the last errors of the engine process, or its last lines."""
         return "(its engine waits for a driver)" if self._child is None else self._child.log_tail()
 
     def end(self) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Draw", "LockedTokenizer", "Sampling", "TextStream", "read_sampling"]
-
 
 # Text in and out of an engine: a model's tokenizer, and the text of an answer as its tokens come.
 
@@ -49,13 +47,11 @@ class LockedTokenizer:
         self._lock = threading.Lock()  # encoding text changes the tokenizer for a moment
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
         with self._lock:
             ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """Return the text stream of an answer to a prompt."""
         return TextStream(self, prompt_ids, skip_special_tokens)
 
     def step(self, stream: DecodeStream, token: int) -> str | None:
@@ -73,7 +69,6 @@ class TextStream:
         self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
-        """Return what a token adds."""
         try:
             return self._tokenizer.step(self._stream, token) or ""
         except Exception as error:  # the library has no error of its own
@@ -145,7 +140,6 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
         return self.temperature == 0.0
 
     @property
@@ -205,13 +199,18 @@ def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
 Rows = NDArray[np.integer]
 
 
+def filled(rows: Rows, tokens: int) -> Rows:
+    """Return a row for each of so many tokens, -1 where none is given."""
+    known = np.full((tokens, *rows.shape[1:]), UNSET_EXPERT, rows.dtype)
+    known[: len(rows)] = rows
+    return known
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A sampled token."""
-
     token: int
     log_prob: float
-    step: NDArray[np.int32]
+    mask: NDArray[np.int32]
 
 
 class Answer:
@@ -241,7 +240,7 @@ class Answer:
         self._stop_reason: int | str | None = None
         self._log_probs: list[float] | None = [] if sampling.logprobs else None
         self._versions: list[int] = []
-        self._steps: list[NDArray[np.int32]] = []
+        self._masks: list[NDArray[np.int32]] = []  # of the tokens that it has not been given
         self._rows: list[Rows] | None = None if layout is None else []
         self._rows_held = 0
         self._given: CompletionOutput | None = None
@@ -269,11 +268,7 @@ class Answer:
     # -- growing ----------------------------------------------------------------------------------------------------
 
     def go_on_from(self, given: CompletionOutput) -> None:
-        """Continue from what an earlier request generated of it.
-
-        Raises:
-            ValueError: it already has as many tokens as it may have.
-        """
+        """Continue from what an earlier request generated of it."""
         had = given.token_ids.tolist()
         if len(had) >= self.limit:
             raise ValueError(
@@ -298,11 +293,7 @@ class Answer:
         rows = self.followed
         if self.tokens and self.how == "forced" and self._rows:
             rows = np.concatenate(self._rows)
-        if rows is None:
-            return None
-        known = np.full((len(self.ids), *rows.shape[1:]), UNSET_EXPERT, rows.dtype)
-        known[: len(rows)] = rows
-        return known
+        return None if rows is None else filled(rows, len(self.ids))
 
     def note_read(self) -> None:
         """Note that all of its tokens are read: for the first time if it has none of its own, else again."""
@@ -311,23 +302,18 @@ class Answer:
             self._resume = "live" if live else "forced"
 
     def add_rows(self, rows: Rows) -> None:
-        """Take the rows of the last positions that were computed; those of positions that have some already stay.
-
-        Args:
-            rows: ``[rows, L, K]``, up to that of the last token.
-        """
+        """Take the rows ``[rows, L, K]`` of the last positions; those of positions that have some already stay."""
         if self._rows is not None:
             tokens = len(self.prompt_ids) + len(self.tokens)
             self._rows.append(rows[len(rows) - (tokens - self._rows_held) :])
             self._rows_held = tokens
 
     def add(self, draw: Draw, version: int) -> None:
-        """Take its next token."""
         self.tokens.append(draw.token)
         self._versions.append(version)
         if self._log_probs is not None:
             self._log_probs.append(draw.log_prob)
-        self._steps.append(draw.step)
+        self._masks.append(draw.mask)
         self._end(draw.token)
 
     def _end(self, token: int) -> None:
@@ -379,10 +365,8 @@ class Answer:
         if self._log_probs is None:
             return None
         had = None if self._given is None else self._given.kept
-        # a step names its place in the whole answer; a part counts from its own first token
-        steps = [np.concatenate([[i], step[1:]]).astype(np.int32) for i, step in enumerate(self._steps) if len(step)]
-        parts = [len(self.tokens) - len(self._steps), len(self._steps)]
-        return KeptIds.join([had, KeptIds.of_steps(steps, parts[1])], parts)
+        new = len(self._masks)
+        return KeptIds.join([had, KeptIds.of_masks(self._masks, new)], [len(self.tokens) - new, new])
 
     def _routes(self) -> NDArray[np.unsignedinteger] | None:
         """Return ``[P + G - 1, L, K]`` as engines give them: unsigned, zero where there is no router."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,8 +35,8 @@ from transformers.cache_utils import DynamicLayer
 
 from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.backends.replica import (
+    NOTHING,
     Completion,
     CompletionMetrics,
     CompletionOutput,
@@ -46,13 +45,14 @@ from torchrl_moe.modules.backends.replica import (
     name_kept,
     nothing_yet,
 )
-from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
+from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, drawn_from, rows_of_answer
 from torchrl_moe.modules.backends.transformers.answer import (
     Answer,
     Draw,
     LockedTokenizer,
     Rows,
     Sampling,
+    filled,
     read_sampling,
 )
 from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
@@ -62,16 +62,12 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
-
 
 # A request in flight: its parts, whether it can be served, and its result so far.
 
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """One request in flight."""
-
     request: Request
     prompt_ids: list[int]
     started: float = field(default_factory=time.monotonic)
@@ -89,11 +85,6 @@ class Running:
         if self.request.scoring is not None:
             return self.scores is not None
         return all(answer.finish_reason is not None for answer in self.answers)
-
-    @property
-    def generated(self) -> int:
-        """Tokens that this request has generated."""
-        return sum(len(answer.tokens) for answer in self.answers) - self.kept
 
     def completion(self) -> Completion:
         """Return its completion so far; answers that still grow count as cut."""
@@ -137,7 +128,6 @@ class RequestReader:
     device: torch.device
 
     def __call__(self, request: Request) -> Running:
-        """Return what a request asks for."""
         if request.lora_request is not None:
             raise ValueError("lora_request: engine='transformers' serves no adapters; vLLM does")
         request = self.routes.checked(request)
@@ -202,9 +192,6 @@ class RequestReader:
 # Letters: R answers, V vocabulary.
 
 
-NOTHING = np.empty(0, np.int32)
-
-
 class Sampler:
     """Draws the next token of each answer of a batch."""
 
@@ -212,7 +199,6 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Seed the random numbers again."""
         self._generator.manual_seed(seed)
 
     def __call__(self, logits: Tensor, answers: Sequence[Answer]) -> list[Draw]:
@@ -234,13 +220,9 @@ class Sampler:
         else:  # an exponential race: each id's time is drawn at the rate of its probability, and the earliest wins
             tokens = (log_probs.exp() / self._noise(log_probs, answers)).argmax(-1)
         chosen = log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
-        steps = [NOTHING] * len(answers)
-        if sampling.logprobs and sampling.leaves_ids_out:
-            named = name_kept(log_probs, [0] * len(answers))
-            if named is not None:
-                flat, offsets = named
-                steps = [flat[start:stop] for start, stop in pairwise(offsets)]
-        return [Draw(*one) for one in zip(tokens.tolist(), chosen, steps, strict=True)]
+        reports = sampling.logprobs and sampling.leaves_ids_out
+        masks = name_kept(log_probs) if reports else [NOTHING] * len(answers)
+        return [Draw(*one) for one in zip(tokens.tolist(), chosen, masks, strict=True)]
 
     def _noise(self, like: Tensor, answers: Sequence[Answer]) -> Tensor:
         noise = torch.empty_like(like)
@@ -306,7 +288,6 @@ class BatchDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
         device: torch.device = self.model.device
         return device
 
@@ -440,7 +421,6 @@ class BatchDecoder:
     def _forward(
         self, ids: Tensor, mask: Tensor, cache: DynamicCache, followed: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Rows | None]:
-        """Run the model on tokens."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         wanted = {"position_ids": positions, "logits_to_keep": keep}
         given = {name: value for name, value in wanted.items() if name in self._takes}
@@ -469,14 +449,14 @@ class BatchDecoder:
     def score(self, ids: Sequence[int], scoring: Scoring, followed: Rows | None = None) -> NDArray[np.float32]:
         """Return the log-probs of a sequence's tokens, float32 ``[T]``, NaN for the first."""
         tokens = torch.tensor([list(ids)], device=self.device)
-        routes = self._laid_out([_filled(followed, len(ids))], tokens)
+        routes = self._laid_out([None if followed is None else filled(followed, len(ids))], tokens)
         scores = np.full(len(ids), np.nan, np.float32)
         cache, mask = DynamicCache(), torch.ones_like(tokens, dtype=torch.bool)
         for start in range(0, len(ids) - 1, SCORED_TOKENS):
             stop = min(start + SCORED_TOKENS, len(ids) - 1)
             part = None if routes is None else routes[:, start:stop]
             logits, _ = self._forward(tokens[:, start:stop], mask[:, :stop], cache, part, stop - start)
-            log_probs = _drawn_by(logits[0].float(), scoring, start).log_softmax(-1)
+            log_probs = drawn_from(logits[0], scoring, start).log_softmax(-1)
             chosen = log_probs.gather(-1, tokens[0, start + 1 : stop + 1, None])[:, 0]
             scores[start + 1 : stop + 1] = chosen.cpu().numpy()
         return scores
@@ -528,27 +508,6 @@ def _wider(states: Tensor, width: int) -> Tensor:
     return nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
 
 
-def _filled(rows: Rows | None, tokens: int) -> Rows | None:
-    """Return rows for all tokens, -1 where none are given."""
-    if rows is None:
-        return None
-    known = np.full((tokens, *rows.shape[1:]), UNSET, rows.dtype)
-    known[: len(rows)] = rows
-    return known
-
-
-def _drawn_by(logits: Tensor, scoring: Scoring, start: int) -> Tensor:
-    """Return the logits ``[N, V]`` from which the tokens ``start + 1`` to ``start + N`` were drawn."""
-    logits = logits / scoring.temperature
-    if scoring.kept is None:
-        return logits
-    sizes, ids = torch.from_numpy(scoring.kept.sizes.copy()), torch.from_numpy(scoring.kept.ids.copy())
-    wanted = torch.zeros(len(sizes), dtype=torch.bool)
-    wanted[start + 1 : start + 1 + len(logits)] = True
-    mask = dense_mask(*select_rows(ids, sizes, wanted), logits.shape[1])
-    return logits.masked_fill(~mask.to(logits.device), float("-inf"))
-
-
 # The answers that wait to join the batch, and the prompts that wait for their scores: who is next, and who fits.
 
 
@@ -573,7 +532,6 @@ class WaitingLine:
             heapq.heappush(self._answers, (priority, next(self._serial), running, answer))
 
     def drop(self, gone: Running) -> None:
-        """Remove a request."""
         self._answers = [entry for entry in self._answers if entry[2] is not gone]
         self._scored = [entry for entry in self._scored if entry[2] is not gone]
         heapq.heapify(self._answers)
@@ -590,7 +548,6 @@ class WaitingLine:
         return first[2]
 
     def joining(self, inside: Sequence[Answer], again: Sequence[Answer]) -> list[Answer]:
-        """Take what may join the batch now."""
         joining: list[Answer] = []
         held, now, widest = [], time.monotonic(), 0
         for answer in again:

@@ -25,8 +25,6 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Loaded", "load"]
-
 NO_ROUTES = "the engine captures no routes"
 MAX_MODEL_LEN = 8192  # of a model that names no limit
 
@@ -43,7 +41,6 @@ class Loaded:
 
 
 def load(arguments: EngineArguments) -> Loaded:
-    """Load a model, and test that it can serve."""
     # the model
     transformers.utils.logging.disable_progress_bar()  # no bars in a log
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

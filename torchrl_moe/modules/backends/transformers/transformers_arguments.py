@@ -12,20 +12,10 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_moe.modules.backends.checkpoint import check_tokenizer, check_weights
-from torchrl_moe.modules.backends.engine_kind import process_environment
-
-__all__ = [
-    "PROGRAM",
-    "EngineArguments",
-    "arguments_of",
-    "build_engine_args",
-    "devices_per_replica",
-    "engine_environment",
-    "reason_not_to_fork",
-    "seeded",
-]
+from torchrl_moe.modules.backends.engine_kind import process_environment, with_own_seed
 
 PROGRAM = "torchrl_moe.modules.backends.transformers.transformers_process"
+seeded = with_own_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ROUTER_DTYPES = ("auto", "float32")
@@ -125,19 +115,7 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
 
 
 def build_engine_args(arguments: Mapping[str, object]) -> EngineArguments:
-    """Return the arguments of a replica, checked."""
     return EngineArguments(**arguments_of(arguments))
-
-
-def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of the ``number``-th replica that is made, with its own seed."""
-    return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
-
-
-def devices_per_replica(arguments: Mapping[str, object]) -> int:
-    """Return 1: a replica computes on one device, whatever the arguments."""
-    del arguments
-    return 1
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
@@ -145,9 +123,3 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
     environment = process_environment(devices, num_replicas)
     environment.setdefault("TRANSFORMERS_VERBOSITY", "info" if verbose else "warning")
     return environment
-
-
-def reason_not_to_fork(environment: Mapping[str, str]) -> str:
-    """Return ``""``: a process may always be forked from one that has imported transformers."""
-    del environment
-    return ""

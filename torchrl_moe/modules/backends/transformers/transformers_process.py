@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.backends.transformers.loading import Loaded
 
-__all__ = ["EngineRequests", "EngineWeights", "exchange"]
-
 
 class EngineProcess(EngineProgram):
     """One engine process over plain transformers."""
@@ -63,11 +61,9 @@ class EngineProcess(EngineProgram):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
-        """Start a request."""
         self.requests.start(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
         self.requests.abort(request_ids)
 
     async def _snapshot(self) -> list[Completion]:
@@ -77,7 +73,6 @@ class EngineProcess(EngineProgram):
         return [self.requests.run()]
 
     def close(self) -> None:
-        """End the engine."""
         self.requests.close()
         self.weights.close()
 
@@ -135,17 +130,7 @@ class EngineProcess(EngineProgram):
         return ProbeReport(core_answered=answered, cpu_seconds=times.user + times.system)
 
     def _stats(self) -> ReplicaStats:
-        load = self.load
-        return ReplicaStats(
-            running=load.running,
-            waiting=load.waiting,
-            cache_usage=load.cache_usage if self.requests else 0.0,
-            generation_seconds=self.requests.seconds,
-            steps=load.steps,
-            step_at=load.step_at,
-            weights_version=self.requests.version,
-            **self.requests.counts,
-        )
+        return self.load.stats(self.requests.version, busy=bool(self.requests))
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +150,7 @@ BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError
 
 
 class EngineRequests:
-    """Requests in flight, and the stats of those that are done."""
+    """Requests in flight; those that are done are counted."""
 
     def __init__(
         self,
@@ -178,8 +163,6 @@ class EngineRequests:
         self.step_lock = asyncio.Lock()
         self.version = 0
         self.load = Load()
-        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "generated_tokens"), 0)
-        self.seconds = 0.0
         self._reader, self._send, self._refuse = reader, send, refuse
         self._open: dict[str, Running] = {}
         self._line = WaitingLine(reader.arguments, reader.token_bytes, self._may_run)
@@ -209,7 +192,6 @@ class EngineRequests:
         self._changed.set()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
         self._aborted.update(name for name in request_ids if name in self._open)
         self._changed.set()
 
@@ -286,14 +268,11 @@ class EngineRequests:
     def _end(self, running: Running) -> None:
         del self._open[running.request.request_id]
         self._aborted.discard(running.request.request_id)  # the id is free for another
-        self.counts["requests"] += 1
-        if running.request.scoring is None:
-            self.counts["completions"] += len(running.answers) + len(running.done)
-            self.counts["generated_tokens"] += running.generated
-        self.counts["prompt_tokens"] += len(running.prompt_ids)
-        self.seconds += time.monotonic() - running.started
+        done = running.completion()
+        before = sum(len(output.token_ids) for output in running.done.values()) + running.kept
+        self.load.count(running.request, done, time.monotonic() - running.started, before)
         running.over.set()
-        self._send(running.completion())
+        self._send(done)
 
     async def snapshot(self) -> list[Completion]:
         """Return what each request has so far, without disturbing any."""
@@ -346,7 +325,6 @@ class EngineRequests:
             self._changed.set()
 
     def close(self) -> None:
-        """End the model's thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -370,7 +348,6 @@ class OnlyWorker:
 
     @property
     def parallel_config(self) -> OnlyWorker:
-        """Itself."""
         return self
 
 
@@ -464,7 +441,6 @@ class EngineWeights:
             compare_log_probs(scores.tolist(), canary["log_probs"], canary["tolerance"])
 
     def close(self) -> None:
-        """Close the transport. Idempotent."""
         for one in (self._receiver, self._reader):
             if one is not None:
                 one.close()
@@ -526,10 +502,5 @@ def preload() -> str:
     return ""
 
 
-def main() -> None:
-    """Run as a child of the driver."""
-    run_script(run)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(run)

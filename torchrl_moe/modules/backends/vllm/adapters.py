@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +18,6 @@ from torchrl_moe.modules.backends.vllm.sampling import check_wire
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
-
-__all__ = ["Adapters", "build_lora_request", "load_adapter", "unused_modules"]
 
 SHOWN_MODULES = 4
 
@@ -43,18 +41,20 @@ def build_lora_request(spec: object) -> LoRARequest | None:
     return spec
 
 
-async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> list[str]:
-    """Load an adapter, by the fields of vLLM's request; return its modules that the engine does not adapt."""
+async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> LoRARequest:
+    """Load an adapter, by the fields of vLLM's request; one with modules that the engine does not adapt is refused."""
     by_worker = await engine.collective_rpc("torchrl_moe_load_adapter", args=(dict(fields),))
-    return sorted(set.intersection(*map(set, by_worker)))  # each pipeline stage adapts only its own layers
-
-
-def unused_modules(modules: Sequence[str]) -> str:
-    """Return a message's part on modules of an adapter that the engine does not adapt."""
-    return (
-        f"has {len(modules)} modules that the engine does not adapt ({', '.join(modules[:SHOWN_MODULES])}"
-        f"{', ...' if len(modules) > SHOWN_MODULES else ''}): start it with lora_target_modules= that names them"
-    )
+    # each pipeline stage adapts only its own layers; what none adapts vLLM would leave out in silence
+    if unused := sorted(set.intersection(*map(set, by_worker))):
+        await engine.remove_lora(fields["lora_int_id"])
+        more = ", ..." if len(unused) > SHOWN_MODULES else ""
+        raise ValueError(
+            f"it has {len(unused)} modules that the engine does not adapt ({', '.join(unused[:SHOWN_MODULES])}{more}): "
+            "start it with lora_target_modules= that names them"
+        )
+    lora = build_lora_request(fields)
+    assert lora is not None
+    return lora
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class _Known:
 
     path: str
     folder: Path
-    loading: asyncio.Task[LoRARequest | None]
+    loading: asyncio.Task[LoRARequest]
 
 
 class Adapters:
@@ -107,7 +107,7 @@ class Adapters:
                     self._known[number] = before
             raise ValueError(f"adapter {lora.lora_name!r} of {path!r} cannot be loaded: {error}") from error
 
-    async def _load(self, lora: LoRARequest, folder: Path, before: _Known | None) -> LoRARequest | None:
+    async def _load(self, lora: LoRARequest, folder: Path, before: _Known | None) -> LoRARequest:
         number = next(self._numbers)
         try:
             is_copied = await asyncio.to_thread(_copy, lora.lora_path, folder)
@@ -118,17 +118,14 @@ class Adapters:
                 "lora_path": str(folder) if is_copied else lora.lora_path,
                 "load_inplace": False,  # once: vLLM would load it in every step
             }
-            # vLLM would leave such modules out in silence
-            if unused := await load_adapter(self._engine, fields):
-                await self._engine.remove_lora(number)
-                raise ValueError(f"it {unused_modules(unused)}")
+            loaded = await load_adapter(self._engine, fields)
         except BaseException:
             shutil.rmtree(folder)
             raise
         if before is not None and before.folder.is_dir():  # requests that began with it may have to load it again
             shutil.rmtree(before.folder)
             before.folder.symlink_to(folder)
-        return build_lora_request(fields)
+        return loaded
 
 
 def _copy(path: str, folder: Path) -> bool:

@@ -23,8 +23,6 @@ from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, OnRe
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-__all__ = ["can_continue", "join", "request_for_rest", "sampling_for_rest"]
-
 Decode = Callable[[Sequence[int]], str]
 Scalar = TypeVar("Scalar", bound=np.generic)
 HALF = "\ufffd"  # what a tokenizer shows for the bytes of an unfinished character

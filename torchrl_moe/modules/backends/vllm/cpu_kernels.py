@@ -31,8 +31,6 @@ import torch
 if TYPE_CHECKING:
     from vllm.triton_utils.dispatcher import KernelOverride
 
-__all__ = ["KERNELS", "MissingKernelError", "by_name", "install", "register"]
-
 NEG_INF = float("-inf")
 
 Array: TypeAlias = npt.NDArray[np.integer]

@@ -23,26 +23,12 @@ from packaging.specifiers import SpecifierSet
 from torchrl_moe import _compat
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.checkpoint import check_tokenizer
-from torchrl_moe.modules.backends.engine_kind import process_environment
+from torchrl_moe.modules.backends.engine_kind import process_environment, with_own_seed
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-
-__all__ = [
-    "PROGRAM",
-    "ROUTER_DTYPE",
-    "RUNNER",
-    "WORKER_EXTENSION",
-    "arguments_of",
-    "build_engine_args",
-    "check_vllm",
-    "devices_per_replica",
-    "engine_environment",
-    "reason_not_to_fork",
-    "seeded",
-]
 
 # vLLM warns on each CPU, where its kernels have functions of ours: see ``cpu_kernels``
 logging.getLogger("vllm.triton_utils.importing").addFilter(
@@ -50,6 +36,7 @@ logging.getLogger("vllm.triton_utils.importing").addFilter(
 )
 
 PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
+seeded = with_own_seed
 SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -182,14 +169,6 @@ def devices_per_replica(arguments: Mapping[str, Any]) -> int:
     """Return how many devices one replica uses: tensor x pipeline x data parallel ranks; experts add none."""
     ranks = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(arguments.get(name) or 1) for name in ranks)
-
-
-def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of the ``number``-th replica that is made, with its own seed.
-
-    With equal random numbers, two replicas would give a group the same answers, and so would a restarted one.
-    """
-    return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-
-__all__ = ["EngineProbe", "EngineSleep", "check_routers", "load_logger"]
 
 
 # An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
@@ -178,6 +176,7 @@ class EngineProcess(EngineProgram):
                 engine.model_config.get_vocab_size(),
             ),
             tell=self.tell,
+            load=load,
         )
         self.sleeping = EngineSleep(engine, self.weights)
         adapters = AdapterVersions(engine, self.requests, self.sleeping.check_awake)
@@ -187,11 +186,9 @@ class EngineProcess(EngineProgram):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
-        """Start a request."""
         self.requests.start(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
         self.requests.abort(request_ids)
 
     async def _snapshot(self) -> list[Completion]:
@@ -251,27 +248,12 @@ class EngineProcess(EngineProgram):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def _stats(self) -> ReplicaStats:
-        # vLLM reports at each step, and an idle engine takes none
-        load, busy = self.load, bool(self.requests)
-        return ReplicaStats(
-            running=load.running if busy else 0,
-            waiting=load.waiting if busy else 0,
-            cache_usage=load.cache_usage if busy else 0.0,
-            generation_seconds=self.requests.seconds,
-            cache_queries=load.cache_queries,
-            cache_hits=load.cache_hits,
-            preemptions=load.preemptions,
-            steps=load.steps,
-            step_at=load.step_at,
-            weights_version=self.weights.proved_version,
-            **self.requests.counts,
-        )
+        return self.load.stats(self.weights.proved_version, busy=bool(self.requests))
 
     def _death(self) -> str:
         return f"vLLM's engine core died: {self.engine.dead_error}" if self.engine.errored else super()._death()
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
@@ -311,31 +293,20 @@ def _what_they_do() -> tuple[bool, float]:
     return stopped, seconds
 
 
-class KeepsLoad(Protocol):
-    """What :func:`load_logger` returns."""
-
-    load: Load
-
-    def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """Return the logger of an engine."""
-
-
-def load_logger() -> KeepsLoad:
-    """Return a stat logger of vLLM's that keeps a :class:`Load` as its ``load``; give vLLM its ``factory``.
+def load_logger(load: Load) -> StatLoggerBase:
+    """Return a stat logger of vLLM's that keeps a :class:`Load`; it is its own factory, which is what vLLM takes.
 
     A function, since its base class is vLLM's, which only an engine process may import.
     """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class LoadLogger(StatLoggerBase):
-        """The scheduler's own stats; :meth:`factory` returns this very object."""
+        """The scheduler's own stats, summed over the data-parallel engines."""
 
         def __init__(self) -> None:
-            self.load = Load()
             self._of_engines: dict[int, tuple[int, int, float]] = {}
 
-        def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
-            """Return this logger for each data-parallel engine: it sums them up."""
+        def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
             del vllm_config, engine_index
             return self
 
@@ -348,7 +319,6 @@ def load_logger() -> KeepsLoad:
         ) -> None:
             """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
             del mm_cache_stats
-            load = self.load
             if scheduler_stats is not None:
                 of_engine = (
                     scheduler_stats.num_running_reqs,
@@ -386,8 +356,8 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     _compat.keep_prefix_cache_with_latents()
     _compat.inspect_models_here()
     engine_args = build_engine_args(arguments)
-    logger = load_logger()
-    engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
+    load = Load()
+    engine, reason = _compat.make_async_llm(engine_args, [load_logger(load)])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
     # what the workers found out about themselves
@@ -420,7 +390,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     sampling = SamplingParamsBuilder(
         reports_masks, model_config.logprobs_mode, _compat.reads_prefix_cache(engine.vllm_config)
     )
-    return engine, info, logger.load, sampling
+    return engine, info, load, sampling
 
 
 async def check_routers(engine: AsyncLLM) -> None:
@@ -461,10 +431,5 @@ def preload() -> str:
     return unsafe
 
 
-def main() -> None:
-    """Run as a child of the driver."""
-    run_script(run)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(run)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe import _compat
+from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionMetrics,
@@ -51,18 +52,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import RequestStateStats
     from vllm.v1.request import Request as SchedulerRequest
-
-__all__ = [
-    "EngineRequests",
-    "Forced",
-    "Part",
-    "attach",
-    "attached",
-    "completion_from_vllm",
-    "forced_in",
-    "forced_of",
-    "sampled_logprobs",
-]
 
 
 # From vLLM's ``RequestOutput`` to our :class:`Completion`: every decision about a vLLM output field is here.
@@ -162,7 +151,7 @@ class Part:
 #
 # .. code-block:: text
 #
-#     engine process       scheduler (``schedulers.py``)           worker (``forced_routing.py``)
+#     engine process       scheduler (``MoEScheduler``)           worker (``ForcedRouting``)
 #     attach(params) ----> params: rows key the cache blocks ----> params: rows of a new request
 #                          preempted: keep the recorded rows ----> in the step's message: rows of a resumed request
 #
@@ -174,8 +163,6 @@ KEY = OURS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forced:
-    """What a request follows."""
-
     rows: NDArray[np.integer] | None = None
     is_live: bool = False
     is_recorded: bool = False
@@ -267,7 +254,7 @@ class Running:
 
 
 class EngineRequests:
-    """Requests in flight, and the stats of those that are done."""
+    """Requests in flight; those that are done are counted."""
 
     def __init__(
         self,
@@ -278,13 +265,12 @@ class EngineRequests:
         sampling: SamplingParamsBuilder | None = None,
         routes: RequestRoutes | None = None,
         tell: Callable[[list[Completion]], None] = lambda _: None,
+        load: Load | None = None,
     ) -> None:
         self.engine = engine
         self.weights = weights
         self.adapter: LoRARequest | None = None
-        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
-        self.counts["generated_tokens"] = 0
-        self.seconds = 0.0
+        self.load = load or Load()
         self._send = send
         self._refuse = refuse
         self._tell = tell
@@ -301,7 +287,6 @@ class EngineRequests:
         return len(self._open)
 
     def start(self, request: Request) -> None:
-        """Start a request."""
         self._open[request.request_id] = running = Running(request, time.monotonic())
         self._spawn(self._run(running), partial(self._done, running))
 
@@ -319,18 +304,8 @@ class EngineRequests:
         if error is not None:
             self._refuse(running.request.request_id, error)
             return
-        self._count(task.result(), time.monotonic() - running.started)
-        self.counts["generated_tokens"] -= running.kept
+        self.load.count(running.request, task.result(), time.monotonic() - running.started, running.kept)
         self._send(without_known_rows(task.result(), running.request))
-
-    def _count(self, completion: Completion, seconds: float) -> None:
-        self.counts["requests"] += 1
-        if completion.prompt_logprobs is None:  # else it was scored, and its one token belongs to no answer
-            self.counts["completions"] += len(completion.outputs)
-            self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
-        self.counts["prompt_tokens"] += len(completion.prompt_token_ids)
-        self.counts["cached_tokens"] += completion.num_cached_tokens
-        self.seconds += seconds
 
     # -- one request ------------------------------------------------------------------------------------------------
 
@@ -626,7 +601,6 @@ class EngineRequests:
             self._spawn(self._cut(adapted))
 
     def uses(self, adapter: LoRARequest | None) -> bool:
-        """Whether a request in flight is made with an adapter."""
         return any(part.lora is adapter for part in self._parts())
 
     # -- cutting requests short -------------------------------------------------------------------------------------
@@ -636,7 +610,6 @@ class EngineRequests:
         self.cut([self._open[name] for name in request_ids if name in self._open])
 
     def in_flight(self) -> list[Running]:
-        """Return the requests in flight, those too that vLLM is still taking in."""
         return list(self._open.values())
 
     def cut(self, chosen: list[Running]) -> None:

@@ -48,7 +48,7 @@ from torchrl_moe._compat import SCHEDULERS
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, forced_in, forced_of
-from torchrl_moe.modules.backends.vllm.weight_check import is_weight_check
+from torchrl_moe.modules.backends.vllm.weights import is_weight_check
 from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception
 
 if TYPE_CHECKING:
@@ -59,18 +59,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request as SchedulerRequest
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-__all__ = [
-    "FORMULAS",
-    "AsyncMoEScheduler",
-    "ForcedRouting",
-    "MoEScheduler",
-    "follow_in_workers",
-    "forced_routing_unavailable_reason",
-    "prove",
-    "routers_of",
-    "through_topk",
-]
 
 P = ParamSpec("P")
 PROOF_ROWS = 4

@@ -8,8 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-__all__ = ["follow_rows"]
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _follow_rows_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations

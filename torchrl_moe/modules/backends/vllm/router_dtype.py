@@ -24,8 +24,6 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.vllm.engine_args import ROUTER_DTYPE
 
-__all__ = ["RouterGate", "held_dtypes", "narrow_routers", "register"]
-
 LAYER = re.compile(r"^(?:.*\.)?layers\.\d+(?=\.)")
 EXPERT = re.compile(r"\.experts\.\d+\..*")
 

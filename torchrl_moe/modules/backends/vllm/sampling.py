@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.replica import Scoring, leaves_ids_out
+from torchrl_moe.modules.backends.replica import KeptIds, Scoring, leaves_ids_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,22 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-__all__ = [
-    "SamplingParamsBuilder",
-    "adjust_scores",
-    "adjusted",
-    "can_report",
-    "check_bad_words",
-    "check_wire",
-    "default_of",
-    "lift_top_k_rule",
-    "prompt_logprobs",
-    "report_kept",
-    "scoring_params",
-    "shortest",
-    "why_unscored",
-]
 
 
 class SamplingParamsBuilder:
@@ -138,18 +122,13 @@ def default_of(name: str) -> Any:
 
 def _refuse_dropped(params: SamplingParams) -> None:
     """Refuse what vLLM would compute and a completion does not carry, and what it would leave out."""
-    log_probs = "a completion has the log-probs of its sampled tokens only, logprobs=0"
-    dropped = {
-        "logprobs": log_probs,
-        "prompt_logprobs": log_probs,
-        "logprob_token_ids": log_probs,
-        "prompt_logprob_token_ids": log_probs,
-    }
-    for name, instead in dropped.items():
+    for name in ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids"):
         value = getattr(params, name)
-        if value is None or (name == "logprobs" and value == 0):
-            continue
-        raise ValueError(f"SamplingParams({name}={value!r}): {instead}: leave it out")
+        if value is not None and (name, value) != ("logprobs", 0):
+            raise ValueError(
+                f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
+                "logprobs=0: leave it out"
+            )
 
 
 def _build(spec: object, guided_options: object) -> SamplingParams:
@@ -286,7 +265,7 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
 #
 # vLLM scores any ids that a request names for each position (``prompt_logprob_token_ids``), normalised over the
 # vocabulary at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
-# ids travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
+# ids travel in its ``SamplingParams``, as its rows do (``Forced``), and the worker divides and masks logits by
 # them. (Naming all kept tokens instead would need no hook, but a rectangle of ids as wide as the longest list.)
 #
 # Letters: P prompt tokens, N tokens of a step, V vocabulary.
@@ -367,19 +346,12 @@ def adjusted(logits: Tensor, params: SamplingParams, start: int) -> Tensor:
     packed = (params.extra_args or {}).get(KEY)
     if packed is None:
         return logits
-    logits = logits.float() / packed["temperature"]
-    if "sizes" not in packed:
-        return logits
-    import torch
+    from torchrl_moe.modules.backends.request_routes import drawn_from
 
-    from torchrl_moe.data.kept_tokens import dense_mask, select_rows
-
-    sizes = torch.from_numpy(np.frombuffer(packed["sizes"], np.int32).copy())
-    ids = torch.from_numpy(np.frombuffer(packed["ids"], np.int32).copy())
-    wanted = torch.zeros(len(sizes), dtype=torch.bool)
-    wanted[start + 1 : start + 1 + len(logits)] = True
-    mask = dense_mask(*select_rows(ids, sizes, wanted), logits.shape[1])
-    return logits.masked_fill(~mask.to(logits.device), float("-inf"))
+    kept = None
+    if "sizes" in packed:
+        kept = KeptIds(np.frombuffer(packed["ids"], np.int32), np.frombuffer(packed["sizes"], np.int32))
+    return drawn_from(logits, Scoring(temperature=packed["temperature"], kept=kept), start)
 
 
 def prompt_logprobs(given: Tensor | NDArray[np.floating] | None, tokens: int) -> NDArray[np.float32] | None:

@@ -12,23 +12,23 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.modules.backends.engine import compare_log_probs
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
-from torchrl_moe.modules.backends.vllm.adapters import build_lora_request, load_adapter, unused_modules
+from torchrl_moe.modules.backends.vllm.adapters import load_adapter
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
-from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
 from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 
 if TYPE_CHECKING:
     import torch
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-
-__all__ = ["AdapterVersions", "EngineWeights", "Updates"]
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
 # The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
@@ -101,15 +101,10 @@ class AdapterVersions:
     async def _load(self, version: int, folder: Path) -> _Loaded:
         number = next(self._numbers)
         fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
-        unused: list[str] | BaseException
-        (unused,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
-        if isinstance(unused, BaseException):
-            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {unused}")
-        if unused:
-            await self._engine.remove_lora(number)
-            raise ManifestMismatch(f"adapter version {version} {unused_modules(unused)}, or send lora='merged'")
-        lora = build_lora_request(fields)
-        assert lora is not None
+        lora: LoRARequest | BaseException
+        (lora,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
+        if isinstance(lora, BaseException):
+            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {lora}. Or send lora='merged'")
         return _Loaded(version, lora, folder)
 
     def swap(self, version: int) -> SwapReport:
@@ -151,6 +146,77 @@ def _report(manifest: Manifest, started: float, fetched: float) -> StageReport:
         fetched=fetched - started,
         loaded=now - fetched,
     )
+
+
+# The weight check: a request that new weights must pass before any of their tokens leaves the engine process.
+#
+# With a canary (the trainer's own log-probs of a fixed prompt), the engine's log-probs must equal it. Without one, the
+# engine generates one token, whose log-prob must be a number: a tensor that did not arrive shows as NaN.
+
+
+PROBE_SECONDS = 10.0
+PROOF_SECONDS = 60.0
+CHECK = "torchrl_moe_weight_check"  # in the request's ``extra_args``
+
+
+class WeightCheck:
+    """A request to an engine that generates, or is about to.
+
+    Our scheduler lets it overtake all other requests. Under another scheduler it waits its turn; then no result in time
+    means that the engine is full, and says nothing about its weights.
+    """
+
+    def __init__(self, engine: AsyncLLM, proof: Mapping[str, Any] | None, name: str) -> None:
+        self._engine, self._proof, self._name = engine, proof, name
+        self._sent: RequestOutputCollector | None = None
+
+    async def send(self) -> None:
+        """Send the request; a paused engine answers it in its first steps after the pause. Idempotent."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._sent is not None:
+            return
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            prompt_logprobs=None if self._proof is None else 0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={CHECK: True},
+        )
+        ids = [0] if self._proof is None else list(self._proof["token_ids"])
+        prompt = {"prompt_token_ids": ids, "cache_salt": self._name}
+        self._sent = await self._engine.add_request(self._name, prompt, params)
+
+    async def ask(self, seconds: float) -> str:
+        """Return why the weights were not checked; an empty string if they passed."""
+        await self.send()
+        seconds = min(seconds, PROBE_SECONDS if self._proof is None else PROOF_SECONDS)
+        assert self._sent is not None
+        answer = asyncio.ensure_future(self._sent.get())
+        # a check without an answer says nothing about the weights
+        done, _ = await asyncio.wait([answer], timeout=seconds)
+        if not done:
+            answer.cancel()
+            await self._engine.abort([self._name])
+            return f"the check of the new weights had no turn within {seconds:g} s"
+        final = answer.result()
+        first = final.outputs[0].logprobs[0]
+        if not all(math.isfinite(entry.logprob) for entry in first.values()):
+            raise WeightSyncError("the new weights give a log-prob that is not a number")
+        # the trainer's log-probs of the same prompt
+        if self._proof is not None:
+            tokens = self._proof["token_ids"][1:]
+            got = [entry[token].logprob for token, entry in zip(tokens, final.prompt_logprobs[1:], strict=True)]
+            compare_log_probs(got, self._proof["log_probs"], self._proof["tolerance"])
+        return ""
+
+
+def is_weight_check(params: SamplingParams | None) -> bool:
+    """Whether ``SamplingParams`` are those of a weight check."""
+    return bool(params and params.max_tokens == 1 and (params.extra_args or {}).get(CHECK))
 
 
 # The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
@@ -195,7 +261,7 @@ class EngineWeights:
         self._swaps = 0
         self._left_paused = False  # by a failed swap, not by the user
         self.user_paused = False
-        self.awake = asyncio.Event()  # otherwise new requests wait; see ``sleeping.py``
+        self.awake = asyncio.Event()  # otherwise new requests wait; see ``EngineSleep``
         self.awake.set()
         self.accepting = asyncio.Event()  # otherwise vLLM refuses new requests: it is paused, and not to keep them
         self.accepting.set()
@@ -234,7 +300,6 @@ class EngineWeights:
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
     async def no_swap(self) -> None:
-        """Wait until no swap is running."""
         while not self._open_gate.is_set():  # the next swap may start before a waiter wakes
             await self._open_gate.wait()
 
@@ -488,7 +553,6 @@ class Updates:
         self.sends_adapters = False
 
     async def open(self, transport: str, options: Mapping[str, object]) -> None:
-        """Open the engine's end of a transport."""
         if transport == "adapter":
             self.adapters.init(options, self.weights.replaced)
         else:
@@ -496,7 +560,6 @@ class Updates:
         self.sends_adapters = transport == "adapter"
 
     async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Fetch a version and check it."""
         if self.sends_adapters:
             return await self.adapters.stage(version)
         return await self.weights.stage(version, verify, threads, manifest)
@@ -504,7 +567,6 @@ class Updates:
     async def swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
-        """Serve the version that was staged."""
         if self.sends_adapters:
             return self.adapters.swap(version)
         # whole weights have the adapter merged in, or none

@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,8 +34,6 @@ from torchrl_moe.weight_update.transports.registry import open_receiver
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-__all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension"]
 
 
 # The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
@@ -147,7 +145,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         If it fails before the first tensor, the layers are put together as they were.
         """
-        stream: TensorStream | None = None
+        taken = 0
         receiver = self._open()
         if isinstance(receiver, LoadingReceiver):  # tensors come only now, and into the model at once
             receiver.load_into(self.model, self._manifest(update_info.version))
@@ -155,11 +153,19 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             manifest = self._manifest(update_info.version)
             # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
-            stream = TensorStream(self._reading.enter_context(receiver.reading(manifest)))
-            self.model.load_weights(iter(stream))
-            stream.check_taken(manifest.version)
+            tensors = self._reading.enter_context(receiver.reading(manifest))
+
+            def counted() -> Iterator[tuple[str, Tensor]]:
+                nonlocal taken
+                for named in tensors.items():
+                    taken += 1
+                    yield named
+
+            self.model.load_weights(counted())
+            if taken != len(tensors):
+                raise WeightSyncError(f"the model took {taken} of {len(tensors)} tensors of version {manifest.version}")
         except BaseException:
-            if stream is None or not stream.taken:
+            if not taken:
                 self.finish_weight_update()
             self._reading.close()
             raise
@@ -180,27 +186,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.whole = True
 
     def shutdown(self) -> None:
-        """Close the receiver."""
         if self._receiver is not None:
             self._receiver.close()
-
-
-class TensorStream:
-    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.taken = 0
-        self._tensors = tensors
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors.items():
-            self.taken += 1
-            yield name, tensor
-
-    def check_taken(self, version: int) -> None:
-        """Raise a ``WeightSyncError`` if the model left tensors behind."""
-        if self.taken != len(self._tensors):
-            raise WeightSyncError(f"the model took {self.taken} of {len(self._tensors)} tensors of version {version}")
 
 
 class Staging:
@@ -215,11 +202,9 @@ class Staging:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is still running."""
         return not self._job.done()
 
     def report(self) -> StagingReport:
-        """Return its progress, as plain data."""
         if self.running:
             return {"running": True, "fetched": 0.0, "error": None}
         error = self._job.exception()
@@ -297,11 +282,9 @@ class WorkerExtension:
         return _compat.router_layer_ids(self.model_runner.get_model())
 
     def torchrl_moe_narrow_routers(self) -> list[str]:
-        """Return the decoder layers whose router does not compute in float32."""
         return router_dtype.narrow_routers(self.model_runner.get_model())
 
     def torchrl_moe_dtypes(self, names: list[str]) -> dict[str, str]:
-        """Return the dtype in which the model holds each tensor of its checkpoint, as far as names tell."""
         return router_dtype.held_dtypes(self.model_runner.get_model(), names)
 
     def torchrl_moe_set_seed(self, seed: int) -> None:
@@ -324,7 +307,6 @@ class WorkerExtension:
         self.model_runner.sampler.torchrl_moe_on = on
 
     def torchrl_moe_runner(self) -> str:
-        """Return the class of the model runner."""
         kind = type(self.model_runner)
         return f"{kind.__module__}.{kind.__qualname__}"
 
