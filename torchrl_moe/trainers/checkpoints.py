@@ -37,11 +37,6 @@ from torchrl.checkpoint import (
 from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.ranks import Ranks
 
-__all__ = [
-    "Checkpoints", "RandomNumbers", "TrainedState", "exchange", "recover", "steps_saved",
-]  # fmt: skip
-
-
 # a single process is intended here; the filter is global because the write runs in a thread
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 

@@ -23,12 +23,6 @@ from torchrl_moe._checks import LONGEST, is_number, shown
 if TYPE_CHECKING:
     from torchrl_moe.objectives import GRPOLoss
 
-__all__ = [
-    "CheckpointConfig", "ConfigError", "DataConfig", "EngineConfig", "EvalConfig", "GRPOConfig", "HardwareConfig",
-    "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig", "RolloutConfig",
-    "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "nearest", "setting",
-]  # fmt: skip
-
 
 # Dataclasses whose values are read by type and range, once, and whose names cannot be misspelt.
 T = TypeVar("T")

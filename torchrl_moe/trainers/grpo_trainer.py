@@ -58,8 +58,6 @@ from torchrl_moe.trainers.samples import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["Hooks", "MoEGRPOTrainer", "StepClock", "finishing"]
-
 
 class StepClock:
     """Counts the seconds of each phase of a training step."""

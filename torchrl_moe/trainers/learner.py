@@ -29,13 +29,6 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, OptimConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Placement, Ranks
 
-__all__ = [
-    "Learner", "Reference", "RolloutScores", "TokenStepper", "advantages", "build_loss", "build_reference", "by_mesh",
-    "clip_gradients", "in_rows", "learning_rate", "lengths_of", "micro_batches", "micro_batches_of_ranks",
-    "minibatches", "total_norm",
-]  # fmt: skip
-
-
 LOG = logging.getLogger(__name__)
 
 

@@ -27,15 +27,10 @@ from torchrl_moe.trainers.ranks import check_axes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 try:
-    from rich.console import Console
+    from rich.console import Console as Console  # the command line draws with it too
     from rich.table import Table as RichTable
 except ImportError as error:
     raise ImportError("the trainer's tables need rich: pip install 'torchrl_moe[train]'") from error
-
-__all__ = [
-    "ENGINE", "FLOAT32", "HOST", "TRAINER", "UPDATE", "Console", "ModelSizes", "PlanRow", "RunPlan", "activation_bytes",
-    "compute_dtype", "longest", "model_config_of", "of_trainer", "over", "ranks_of_host", "shards", "share_of",
-]  # fmt: skip
 
 
 class Table(RichTable):

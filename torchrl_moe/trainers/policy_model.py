@@ -47,11 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = [
-    "ModelLike", "PolicyModel", "RolloutEngine", "check_arguments", "check_room", "engine_arguments", "new_start",
-    "prepared", "starting_model", "starts",
-]  # fmt: skip
-
 
 ATTENTION = [
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",

@@ -26,12 +26,6 @@ from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.modules.policies.prompts import options_of, plain_message
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 
-__all__ = [
-    "HELD_OUT_SPLITS", "PromptSet", "Row", "Rows", "check_reasoning_task", "is_path", "is_reasoning_task",
-    "load_prompts", "read_source", "reasoning_rows", "reasoning_score",
-]  # fmt: skip
-
-
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 HELD_OUT_SPLITS = ("held_out", "validation", "test")

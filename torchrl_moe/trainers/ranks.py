@@ -40,12 +40,6 @@ from torchrl_moe.weight_update.options import SwapOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "Placement", "RankGroup", "Ranks", "Rendezvous", "attempt_of", "balanced", "check_axes", "check_placement",
-    "decoder_layers", "is_launched", "join_ranks", "launch_of", "local_rank", "may_restart", "note_launch", "pack",
-    "resumes_after_restart", "shares", "unpack",
-]  # fmt: skip
-
 
 # Which ranks were started together: ``torchrun`` keeps its store when it starts them again.
 PAUSE = 0.01

@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-__all__ = [
-    "COLUMNS", "HealthMonitor", "Progress", "Row", "RunLock", "RunRecord", "RunReports", "lock_folder", "make_loggers",
-    "open_record", "refuse_older_run", "summary",
-]  # fmt: skip
-
 
 LOG = logging.getLogger(__name__)
 

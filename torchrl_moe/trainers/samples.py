@@ -49,11 +49,6 @@ from torchrl_moe.trainers.prompt_sources import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = [
-    "Evaluation", "Given", "PromptEpisode", "Reward", "RewardFunction", "Rewards", "RolloutSource", "SampleRow",
-    "SignalFilter", "batch_metrics", "make_collector", "rewards_of", "sample_rewards", "sample_rows",
-]  # fmt: skip
-
 
 LOG = logging.getLogger(__name__)
 

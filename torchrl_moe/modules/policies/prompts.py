@@ -23,28 +23,6 @@ from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "NAMES",
-    "Chat",
-    "PolicyWrapper",
-    "Prompts",
-    "Source",
-    "WrapperOptions",
-    "goes_on_from",
-    "history_entry",
-    "known_ids",
-    "no_distribution",
-    "options_of",
-    "plain_message",
-    "prompts_from_chats",
-    "prompts_from_text",
-    "prompts_from_tokens",
-    "reads_chats",
-    "require_key",
-    "template_of",
-    "template_options",
-    "text_entry",
-]
 
 IN_HISTORY = ("role", "content", "tool_calls")
 """Entries of a message that a ``History`` has fields for."""

@@ -21,22 +21,6 @@ from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_prefix, worst_resume
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, leaves_ids_out
 
-__all__ = [
-    "SAMPLING",
-    "RolloutKeys",
-    "answer_tensordict",
-    "check_earlier_turn",
-    "check_prompts",
-    "flat_samples",
-    "pad_answers",
-    "pad_sampling",
-    "refuse_changed_values",
-    "repeated",
-    "sampling_entry",
-    "stack_answers",
-]
-
-
 # The entry ``"sampling"`` of a rollout, which records how it was sampled: the temperature and the kept tokens.
 #
 # Letters: P prompt tokens, G response tokens, T = P + G.

@@ -32,18 +32,6 @@ from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.modules.replay.router_replay import evaluating
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 
-__all__ = [
-    "UNSAID",
-    "SampledFrom",
-    "ScoringModel",
-    "Selection",
-    "parts_by_temperature",
-    "read_sampling",
-    "says_nothing",
-    "unwrap",
-]
-
-
 # The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept tokens.
 #
 # Letters: B samples, T tokens of the longest, N tokens to score, M token ids kept of all of them, V vocabulary.

@@ -69,22 +69,6 @@ from torchrl_moe.modules.replay.router_replay import OnBadRoutes, Packing, Route
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "DenseDistributions",
-    "Encoded",
-    "FullSequence",
-    "ScoringWrapper",
-    "encode",
-    "log_prob_entry",
-    "mask_entry",
-    "pad_scored",
-    "read_sequences",
-    "refuse_other_tokens",
-    "scored_tensordict",
-    "token_entry",
-    "without_pads",
-]
-
 
 # ``get_dist`` and its masked variants: the dense distributions that TorchRL's stock losses ask a wrapper for.
 #

@@ -45,8 +45,6 @@ from torchrl_moe.modules.replay.router_replay import ON_BAD_ROUTES, OnBadRoutes,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TransformersOptions", "TransformersWrapper", "check_vocabulary", "model_of", "tokenizer_of"]
-
 
 OF_SCORING = ("replay", "temperature", "pad_model_input")
 """Arguments that a generating wrapper refuses, and that its scoring versions may have."""

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.lora.request import LoRARequest
 
-__all__ = ["SampleRequest", "vLLMWrapper"]
-
 
 class _CompletionClass:
     """The TensorClass that TorchRL makes of vLLM's ``CompletionOutput``, as an attribute of a class."""

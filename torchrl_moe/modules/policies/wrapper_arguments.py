@@ -30,22 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.lora.request import LoRARequest
 
-__all__ = [
-    "EngineOptions",
-    "EngineScorer",
-    "engine_arguments_of",
-    "engine_of",
-    "keeps_routes",
-    "overridden",
-    "request_argument",
-    "request_arguments",
-    "sampling_parameters_of",
-    "sampling_params_of",
-    "scorer_of",
-    "split_arguments",
-    "tokenizer_of",
-]
-
 
 # Translates TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a mapping, and engine arguments.
 
