@@ -101,8 +101,8 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
 ) -> None:
     with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
         scoring = vLLMWrapper(engine, **{"input_mode": "tokens", "generate": False, **arguments})
-        assert scoring.scorer.replay == replay
-        assert scoring.get_new_version(generate=True).scorer is None
+        assert scoring.replay == replay
+        assert scoring.get_new_version(generate=True).replay is None
 
 
 def test_routes_are_kept_if_there_are_any_and_a_tokenizer_is_the_engines_unless_one_is_given() -> None:

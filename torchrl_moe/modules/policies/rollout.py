@@ -271,7 +271,10 @@ def stack_answers(answers: Sequence[TensorDictBase], shape: Sequence[int]) -> Te
 def pad_answers(
     answers: Sequence[TensorDictBase], pad_token_id: int, keys: RolloutKeys, shape: Sequence[int]
 ) -> TensorDict:
-    """Stack answers densely to batch size ``shape``: prompts padded left, responses right, ``full`` on both sides."""
+    """Stack answers densely to batch size ``shape``: prompts padded left, responses right, ``full`` on both sides.
+
+    Sequences without a prompt and a response, such as those that are only scored, are padded left.
+    """
     # a padded log-prob is 0, as in TorchRL: NaN there would poison a masked mean
     pads = {
         keys.tokens: pad_token_id,
@@ -280,8 +283,9 @@ def pad_answers(
         keys.routed_experts: UNSET_EXPERT,
         "policy_versions": NO_VERSION,
     }
-    prompts = [len(answer.get((keys.tokens, "prompt"))) for answer in answers]
     totals = [len(answer.get((keys.tokens, "full"))) for answer in answers]
+    firsts = [answer.get((keys.tokens, "prompt"), None) for answer in answers]
+    prompts = [total if first is None else len(first) for first, total in zip(firsts, totals, strict=True)]
     batch = [len(answers)]
     padded = TensorDict(batch_size=batch)
     for key in answers[0].keys():  # noqa: SIM118  a TensorDict iterates over its batch

@@ -8,15 +8,19 @@ besides them, and how arguments become sampling parameters, is in ``wrapper_argu
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase, set_list_to_stack
+from tensordict import NestedKey, TensorClass, TensorDictBase, lazy_stack, set_list_to_stack
+from torch import Tensor
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
-from torchrl_moe.errors import EngineError
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.errors import EngineError, ReplayError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.prompts import NAMES, PolicyWrapper, Prompts, no_distribution
 from torchrl_moe.modules.policies.rollout import (
@@ -26,9 +30,10 @@ from torchrl_moe.modules.policies.rollout import (
     check_prompts,
     flat_samples,
     refuse_changed_values,
-    stack_answers,
 )
-from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, pad_scored, read_sequences
+from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes
+from torchrl_moe.modules.policies.scoring_model import UNSAID, read_sampling, says_nothing
+from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, read_sequences, scored_tensordict
 from torchrl_moe.modules.policies.wrapper_arguments import (
     EngineOptions,
     engine_arguments_of,
@@ -38,7 +43,6 @@ from torchrl_moe.modules.policies.wrapper_arguments import (
     request_argument,
     request_arguments,
     sampling_parameters_of,
-    scorer_of,
     split_arguments,
     tokenizer_of,
 )
@@ -200,7 +204,7 @@ class vLLMWrapper(PolicyWrapper):
         # the arguments of the engine's generate() may also be among generate_kwargs
         given = {"actor_index": actor_index, "lora_request": lora_request}
         self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
-        self.scorer = scorer_of(self.engine, options, self.engine_arguments)
+        self.replay, self.temperature = options.replay_on(self.engine), temperature
         self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
         # several answers to a prompt have another batch size than the input, so they cannot be written into it
         asked = num_samples or self.sampling_params.get("n", 1)
@@ -210,10 +214,10 @@ class vLLMWrapper(PolicyWrapper):
             raise ValueError(
                 f"inplace must be False (or None) when generating more than one sample, got inplace={inplace!r}"
             )
-        self._set_common_keys(input_key or (input_mode, "prompt" if self.scorer is None else "full"))
-        self.in_keys = [self.input_key, *([] if self.scorer is None else self.scorer.in_keys)]
+        self._set_common_keys(input_key or (input_mode, "prompt" if generate else "full"))
+        self.in_keys = [self.input_key, *([(self.routed_experts_key, "full")] if self.replay == "R3" else [])]
         routes = [] if self.keys.routed_experts is None else [self.keys.routed_experts]
-        self.extra_keys = [] if self.scorer is not None else [*routes, *OURS]
+        self.extra_keys = [*routes, *OURS] if generate else []
 
     @property
     def device(self) -> torch.device | None:
@@ -272,7 +276,7 @@ class vLLMWrapper(PolicyWrapper):
         samples = flat_samples(tensordict)
         if not samples:
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
-        if self.scorer is not None:
+        if not self.generate:
             if generate_kwargs:
                 raise ValueError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
             return self._score(samples, tensordict, tensordict_out)
@@ -375,22 +379,78 @@ class vLLMWrapper(PolicyWrapper):
     def _score(
         self, samples: Sequence[TensorDictBase], source: TensorDictBase, target: TensorDictBase | None
     ) -> TensorDictBase:
-        """Score the samples of ``source``, and write the results."""
-        assert self.scorer is not None
+        """Score the samples of ``source``, and write the results.
+
+        Tokens of a rollout follow the recorded experts (R3), at the temperature and over the tokens that the batch
+        gives. Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept tokens of
+        the sampled tokens do not apply. No gradient flows through it: it gives old log-probs from a replica that is
+        serving anyway, or those of a reference policy from an engine that is never synced, in place of a second model
+        in the trainer.
+        """
         sequences = read_sequences(samples, self._source)
+        rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
         names = {name: getattr(self, f"{name}_key") for name in NAMES}
-        answers = self.scorer.answers(samples, sequences, names)
-        shape = source.batch_size
-        if self.pad_output:
-            padded = pad_scored(answers, self._pad or 0, names)
-            out: TensorDictBase = padded.reshape(shape) if shape else padded[0]
-        else:
-            out = stack_answers(answers, shape)
+        scores = self._scores(lazy_stack(rows))
+        answers = [scored_tensordict(one, row, names) for one, row in zip(sequences, scores, strict=True)]
+        out = self._stacked(answers, source.batch_size, None)
         stays = self._stays(sequences) and target is None and self.inplace is True
         if stays:  # other entries of the rollout have the layout of these tokens
             masks = [sample.get((self.masks_key, "all_attention_mask"), None) for sample in samples]
             out = out.exclude(self.tokens_key, *([] if any(mask is None for mask in masks) else [self.masks_key]))
         return self._write(source, target, out, [self.log_probs_key] if stays else self.out_keys)
+
+    def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
+        """Return a sample with its sequence where :meth:`_scores` reads it, and the other entries that it reads."""
+        if sequence.text is None:
+            row = sample.copy()
+        else:
+            if sample.get((SAMPLING, "kept"), None) is not None:
+                raise ValueError(
+                    f"sample {position} says which words each token was sampled from, and text may be encoded to other "
+                    f"tokens: input_mode='tokens' scores those; or exclude {SAMPLING!r}, and all words count"
+                )
+            row = sample.select(SAMPLING, "min_version", strict=False).copy()
+        row.set(self.input_key, sequence.ids)
+        return row.set((self.masks_key, "all_attention_mask"), sequence.mask)
+
+    def _scores(self, td: TensorDictBase) -> list[Tensor]:
+        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
+        # read what is scored, and how it was sampled
+        batch = read_batch(td, self.input_key, (self.masks_key, "all_attention_mask"))
+        if self.temperature is None and (unsaid := says_nothing(td, ("log_probs", "full"))) is not None:
+            warnings.warn(UNSAID.format(unsaid), stacklevel=3)
+        sampled_from = read_sampling(td, batch, self.temperature)
+        routes = self._routes(td, batch)
+        real = batch.split(batch.mask)
+        if empty := [i for i, mask in enumerate(real) if not mask.any()]:
+            raise ValueError(f"sample {empty[0]} has no tokens but pads")
+        rows = [] if routes is None else batch.split(routes)
+        given: dict[str, Any] = {name: self.engine_arguments[name] for name in ("actor_index", "lora_request")}
+        # pads stay here: the engine gets the real tokens of each sample
+        scores = self.engine.score(
+            [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
+            None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
+            temperature=sampled_from.temperatures.tolist(),
+            kept=[_of_tokens(kept, mask) for kept, mask in zip(sampled_from.kept, real, strict=True)],
+            min_version=request_arguments(td.unbind(0)).get("min_version"),
+            timeout_seconds=self.timeout_seconds,
+            use_tqdm=self.use_tqdm,
+            **given,
+        )
+        assert isinstance(scores, list)  # a list of sequences was passed
+        return [_laid_out(one, mask) for one, mask in zip(scores, real, strict=True)]
+
+    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
+        if self.replay == "none":
+            return None
+        layout = self.engine.routing_layout
+        if layout is None:
+            raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
+        key, tail = (self.routed_experts_key, "full"), (layout.num_layers, layout.top_k)
+        routes = read_routes(td, key, batch, tail, "raise")
+        if routes is None:
+            raise no_routes("R3", key)
+        return routes
 
     def _stays(self, sequences: Sequence[FullSequence]) -> bool:
         """Whether the tokens that were read are those that would be written."""
@@ -414,3 +474,16 @@ class vLLMWrapper(PolicyWrapper):
         # entries of an earlier turn that this one does not write would be of other tokens
         stale = [*self.out_keys, *self.extra_keys] if stale is None else stale
         return target.exclude(*stale, inplace=True).update(out)
+
+
+def _of_tokens(kept: KeptTokens | None, mask: Tensor) -> KeptTokens | None:
+    if kept is None:
+        return None
+    ids, sizes = select_rows(kept.ids, kept.sizes, mask)
+    return KeptTokens(ids=ids, sizes=sizes)
+
+
+def _laid_out(scores: Tensor, mask: Tensor) -> Tensor:
+    row = torch.zeros(len(mask))
+    row[mask] = scores.nan_to_num(0.0)
+    return row

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from torchrl_moe._compat_transformers import standard_names
-from torchrl_moe.data import KeptTokens
-from torchrl_moe.data.kept_tokens import select_rows
-from torchrl_moe.errors import EngineError, ReplayError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.prompts import WrapperOptions
-from torchrl_moe.modules.policies.rollout import SAMPLING
-from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes
-from torchrl_moe.modules.policies.scoring_model import UNSAID, read_sampling, says_nothing
-from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, scored_tensordict
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.requests import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
@@ -156,104 +149,6 @@ def _plain(value: object, key: str, sample: int) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
-# Log-probs of full sequences by an engine: what ``vLLMWrapper(generate=False)`` does.
-#
-# Tokens of a rollout follow the recorded experts (R3), at the temperature and over the tokens that the batch gives.
-# Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept tokens of the sampled
-# tokens do not apply. No gradient flows through it: it gives old log-probs from a replica that is serving anyway, or
-# those of a reference policy from an engine that is never synced, in place of a second model in the trainer.
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineScorer:
-    """Scores rollouts with an engine."""
-
-    engine: GenerationService
-    replay: Literal["R3", "none"] = "R3"
-    temperature: float | None = None
-    tokens_key: NestedKey = ("tokens", "full")
-    mask_key: NestedKey = ("masks", "all_attention_mask")
-    routed_experts_key: NestedKey = ("routed_experts", "full")
-    sampled_key: NestedKey = ("log_probs", "full")
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def in_keys(self) -> list[object]:
-        """The keys that it reads from every sample besides its sequence."""
-        return [self.routed_experts_key] if self.replay == "R3" else []
-
-    def answers(
-        self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, NestedKey]
-    ) -> list[TensorDictBase]:
-        """Return the output of each sample; see :meth:`score`, and ``scored_tensordict``."""
-        rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
-        scores = self.score(lazy_stack(rows))
-        return [scored_tensordict(one, row, keys) for one, row in zip(sequences, scores, strict=True)]
-
-    def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
-        """Return a sample with its sequence where :meth:`score` reads it, and the other entries that it reads."""
-        if sequence.text is None:
-            row = sample.copy()
-        else:
-            if sample.get((SAMPLING, "kept"), None) is not None:
-                raise ValueError(
-                    f"sample {position} says which words each token was sampled from, and text may be encoded to other "
-                    f"tokens: input_mode='tokens' scores those; or exclude {SAMPLING!r}, and all words count"
-                )
-            row = sample.select(SAMPLING, "min_version", strict=False).copy()
-        row.set(self.tokens_key, sequence.ids)
-        return row.set(self.mask_key, sequence.mask)
-
-    def score(self, td: TensorDictBase) -> list[Tensor]:
-        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
-        # read what is scored, and how it was sampled
-        batch = read_batch(td, self.tokens_key, self.mask_key)
-        if self.temperature is None and (unsaid := says_nothing(td, self.sampled_key)) is not None:
-            warnings.warn(UNSAID.format(unsaid), stacklevel=4)
-        sampled_from = read_sampling(td, batch, self.temperature)
-        routes = self._routes(td, batch)
-        real = batch.split(batch.mask)
-        if empty := [i for i, mask in enumerate(real) if not mask.any()]:
-            raise ValueError(f"sample {empty[0]} has no tokens but pads")
-        rows = [] if routes is None else batch.split(routes)
-        # pads stay here: the engine gets the real tokens of each sample
-        scores = self.engine.score(
-            [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
-            None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
-            temperature=sampled_from.temperatures.tolist(),
-            kept=[_of_tokens(kept, mask) for kept, mask in zip(sampled_from.kept, real, strict=True)],
-            min_version=request_arguments(td.unbind(0)).get("min_version"),
-            **self.arguments,
-        )
-        assert isinstance(scores, list)  # a list of sequences was passed
-        return [_laid_out(one, mask) for one, mask in zip(scores, real, strict=True)]
-
-    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
-        if self.replay == "none":
-            return None
-        layout = self.engine.routing_layout
-        if layout is None:
-            raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
-        tail = (layout.num_layers, layout.top_k)
-        routes = read_routes(td, self.routed_experts_key, batch, tail, "raise")
-        if routes is None:
-            raise no_routes("R3", self.routed_experts_key)
-        return routes
-
-
-def _of_tokens(kept: KeptTokens | None, mask: Tensor) -> KeptTokens | None:
-    if kept is None:
-        return None
-    ids, sizes = select_rows(kept.ids, kept.sizes, mask)
-    return KeptTokens(ids=ids, sizes=sizes)
-
-
-def _laid_out(scores: Tensor, mask: Tensor) -> Tensor:
-    row = torch.zeros(len(mask))
-    row[mask] = scores.nan_to_num(0.0)
-    return row
-
-
 INPUT_MODES = ("history", "text", "tokens")
 OF_GENERATING = ("num_samples", "return_routed_experts")
 
@@ -300,6 +195,13 @@ class EngineOptions(WrapperOptions):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)!r} is for generation: leave it out with generate=False")
 
+    def replay_on(self, engine: GenerationService) -> Literal["R3", "none"] | None:
+        """Return which experts a scorer follows: as passed, else the engine's, for tokens; ``None`` if it generates."""
+        if self.generate:
+            return None
+        follows = self.input_mode == "tokens" and engine.routing_layout is not None
+        return "R3" if self.replay == "R3" or (self.replay is None and follows) else "none"
+
     def changed(self, changes: Mapping[str, object]) -> dict[str, Any]:
         """Return the arguments of a new version."""
         before = vars(self)
@@ -312,23 +214,6 @@ class EngineOptions(WrapperOptions):
         if changes.get("generate", self.generate) != self.generate:
             follow |= dict.fromkeys((*OF_GENERATING, "replay", "temperature", "return_log_probs"))
         return {**before, **follow, **changes}
-
-
-def scorer_of(engine: GenerationService, options: EngineOptions, asked: Mapping[str, Any]) -> EngineScorer | None:
-    """Return the scorer, which asks ``generate`` for what is in ``asked``; ``None`` if the wrapper generates."""
-    if options.generate:
-        return None
-    given = {name: asked[name] for name in ("actor_index", "lora_request") if name in asked}
-    follows = options.input_mode == "tokens" and engine.routing_layout is not None
-    return EngineScorer(
-        engine=engine,
-        replay="R3" if options.replay == "R3" or (options.replay is None and follows) else "none",
-        temperature=options.temperature,
-        tokens_key=options.input_key or (options.tokens_key, "full"),
-        mask_key=(options.masks_key, "all_attention_mask"),
-        routed_experts_key=(options.routed_experts_key, "full"),
-        arguments={**given, "timeout_seconds": options.timeout_seconds, "use_tqdm": options.use_tqdm},
-    )
 
 
 def split_arguments(
