@@ -190,21 +190,12 @@ def test_other_machines_may_hold_replicas_of_ray(
 
 
 # -- what it is started with, and what is refused ---------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("engine", "rollout", "message"),
-    [
-        ({"sync": {"transports": "memmap"}}, {}, "engine.sync: .*unexpected keyword argument 'transports'"),
-        ({}, {"sampling": {"num_beams": 2}}, "rollout.sampling: .*has no beam search"),
-        ({"sleep": True}, {}, "engine.sleep=True needs a GPU"),
-    ],
-)
-def test_what_it_does_not_know_is_refused_before_it_starts(
-    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any], engine: Any, rollout: Any, message: str
+def test_a_sleeping_engine_without_a_gpu_is_refused_before_it_starts(
+    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]
 ) -> None:
-    config = GRPOConfig(engine=EngineConfig(**engine), rollout=RolloutConfig(**rollout))
-    with pytest.raises(ConfigError, match=message) as caught:
-        RolloutEngine(policy_model, config, tmp_path / "run")
-    assert "\n" not in str(caught.value) and not no_start and not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(sleep=True)), tmp_path / "run")
+    assert not no_start and not (tmp_path / "run").exists()
 
 
 def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]) -> None:

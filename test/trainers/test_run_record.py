@@ -33,7 +33,7 @@ from torchrl_moe.trainers.run_record import (
     refuse_older_run,
     summary,
 )
-from torchrl_moe.trainers.samples import batch_metrics, rewards_of, sample_rows
+from torchrl_moe.trainers.samples import batch_metrics, sample_rows
 
 
 class Logger:
@@ -167,7 +167,7 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
             row(9, 0.0, 6, 7),
         ]
     )
-    metrics = batch_metrics(sample_rows(batch), version=7)
+    metrics = batch_metrics(sample_rows(batch.unbind(0)), version=7)
     # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
     assert metrics == {
         "reward": 0.25, "reward_std": pytest.approx(0.1875**0.5), "uniform_groups": 0.5, "length": 4.0,
@@ -177,7 +177,7 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
 
 def test_rows_without_a_reward_are_refused_with_its_key() -> None:
     with pytest.raises(MissingEntryError, match=r"the rows have no reward: there is nothing at \('next', 'reward'\)"):
-        rewards_of([TensorDict({"next": {"done": torch.tensor([True])}})])
+        sample_rows([TensorDict({"next": {"done": torch.tensor([True])}})])
 
 
 def rows(**columns: list[Any]) -> list[dict[str, Any]]:

@@ -42,7 +42,8 @@ def group(*rewards: float) -> Any:
 
 def turns(*samples: list[float]) -> Any:
     rows = [(reward, turn == len(sample) - 1) for sample in samples for turn, reward in enumerate(sample)]
-    return lazy_stack([TensorDict({"group_id": 3, "next": {"reward": [[r]], "done": [end]}}) for r, end in rows])
+    ids = {"tokens": {"full": [1, 2], "response": [2]}, "policy_versions": {"full": [-1, 0]}}
+    return lazy_stack([TensorDict({"group_id": 3, "next": {"reward": [[r]], "done": [end]}, **ids}) for r, end in rows])
 
 
 def test_a_group_whose_rewards_differ_has_a_signal() -> None:

@@ -769,9 +769,14 @@ def _check_sync(config: GRPOConfig) -> None:
 def _check_sampling(config: GRPOConfig) -> None:
     from torchrl_moe.modules.backends.sampling_fields import FIELDS, check_fields
     from torchrl_moe.modules.backends.transformers.answer import read_sampling
+    from torchrl_moe.modules.policies.prompts import template_options
     from torchrl_moe.modules.policies.rollout import refuse_changed_values
     from torchrl_moe.modules.policies.wrapper_arguments import engine_arguments_of, sampling_params_of
 
+    try:
+        template_options(config.chat_template_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of("chat_template_kwargs", error) from error
     # by TorchRL's names, then by vLLM's, then what a run itself depends on
     engine, given = engine_arguments_of(config.rollout.generate_kwargs())
     elsewhere = [name for name in engine if name != "on_resume"]

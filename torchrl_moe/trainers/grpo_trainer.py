@@ -489,7 +489,7 @@ class MoEGRPOTrainer(RunReports):
         """Return a whole batch with advantages, and its metrics."""
         config = self.config
         version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
-        rows = sample_rows(batch)
+        rows = sample_rows(batch.unbind(0))
         metrics = batch_metrics(rows, version)
         if config.log.samples:
             self.record.add_samples(self.steps_done, batch, config.log.samples)

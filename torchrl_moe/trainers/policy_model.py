@@ -27,11 +27,10 @@ from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_tokenizer, check_weights
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.policies.probe import is_router
-from torchrl_moe.modules.policies.prompts import reads_chats, template_options
+from torchrl_moe.modules.policies.prompts import reads_chats
 from torchrl_moe.modules.policies.transformers_wrapper import check_vocabulary
 from torchrl_moe.modules.policies.unstack import ModelWeights, base_model, has_adapters
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.launch import devices_of_trainer, ranks_here
@@ -409,25 +408,14 @@ class RolloutEngine:
         # three kinds of engines: given (left alone), joined (left at the end), its own (started and shut down)
         self._joins_engine = is_first and engine is None and config.engine.connect is not None
         self._owns_engine = is_first and engine is None and not self._joins_engine
-        # all that the configuration may have wrong, before an engine is started
-        setting = "engine.sync"
-        try:
-            scheme = VLLMWeightSyncScheme(**config.engine.sync)
-            setting = "rollout.sampling"
-            sampling_params_of(config.rollout.generate_kwargs())
-            setting = "chat_template_kwargs"
-            options = template_options(config.chat_template_kwargs)
-        except (TypeError, ValueError) as error:
-            raise ConfigError.of(setting, error) from error
+        self.sender = VLLMWeightSyncScheme(**config.engine.sync).create_sender()
         self.policy = None
         if not is_first:
-            self.sender = scheme.create_sender()
             self.sender.register_model(policy_model.model)
             return
         is_chat = reads_chats(policy_model.tokenizer)
         if not is_chat:
             LOG.warning("the tokenizer has no chat template: prompts are sent as they are, without roles or markers")
-        self.sender = scheme.create_sender()
         done = steps_saved(folder / "checkpoints") if config.resume else 0
         try:
             self.engine = self._start(folder, done) if engine is None else engine
@@ -445,7 +433,7 @@ class RolloutEngine:
                 self.engine,
                 tokenizer=policy_model.tokenizer,
                 input_mode="history" if is_chat else "text",
-                chat_template_kwargs=options,
+                chat_template_kwargs=config.chat_template_kwargs,
                 generate_kwargs=config.rollout.generate_kwargs(),
                 return_routed_experts=None if config.loss.replay == "R3" else False,  # nothing else reads them
             )

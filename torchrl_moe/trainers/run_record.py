@@ -138,7 +138,7 @@ class RunRecord:
 
     def column(self, name: str) -> list[float]:
         """Return the filled cells of a column."""
-        return [float(row[name]) for row in self.rows if row.get(name, "") != ""]
+        return _column(self.rows, name)
 
     def _read(self) -> list[Row]:
         if not self.metrics.exists():
@@ -189,6 +189,11 @@ def _package_versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return the filled cells of a column."""
+    return [float(row[name]) for row in rows if row.get(name, "") != ""]
 
 
 def _number(text: str) -> float | str:
@@ -371,19 +376,15 @@ class HealthMonitor:
         return new
 
 
-def _values(rows: Rows, name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name, "") not in ("", None)]
-
-
 def _recent(rows: Rows, name: str) -> float | None:
     """Return the mean of the last steps, once there are enough of them."""
-    values = _values(rows, name)[-RECENT:]
+    values = _column(rows, name)[-RECENT:]
     return statistics.mean(values) if len(values) == RECENT else None
 
 
 def _signs(rows: Rows) -> Iterator[tuple[str, str]]:
     """Yield the name of each sign that a run's rows show, and what to say of it."""
-    entropy, reward, norms = (_values(rows, name) for name in ("entropy", "reward", "grad_norm"))
+    entropy, reward, norms = (_column(rows, name) for name in ("entropy", "reward", "grad_norm"))
     if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
         yield (
             "entropy",
@@ -493,14 +494,14 @@ def summary(rows: Rows, held_out: float | None) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     reward = _column(rows, "reward")
-    first, last = _mean(reward[:END_STEPS]), _mean(reward[-END_STEPS:])
+    first, last = statistics.mean(reward[:END_STEPS]), statistics.mean(reward[-END_STEPS:])
     table.add_row(f"mean rollout reward, first and last {END_STEPS} steps", f"{first:.2f} -> {last:.2f}")
     if held_out is not None:
         start = "".join(f"{value:.2f} -> " for value in _column(rows, "held_out_reward")[:1])
         table.add_row("held-out problems, greedy, start and end", f"{start}{held_out:.2f}")
     for phase in PHASES:
         if seconds := _column(rows, f"seconds_{phase}"):
-            table.add_row(f"seconds per step, {phase}", f"{_mean(seconds):.3f}")
+            table.add_row(f"seconds per step, {phase}", f"{statistics.mean(seconds):.3f}")
     _add_mismatch(table, rows)
     return table
 
@@ -510,21 +511,13 @@ def _add_mismatch(table: Table, rows: Rows) -> None:
     live, agreement = _column(rows, "dlogp_live"), _column(rows, "agreement")
     if not live or not agreement:
         return
-    before, after = _mean(live), _mean(_column(rows, "dlogp_mean"))
+    before, after = statistics.mean(live), statistics.mean(_column(rows, "dlogp_mean"))
     removed = 1 - after / before if before else 0.0
     table.add_section()
     table.add_row("mean |log-prob, trainer - engine|, live router", f"{before:.1e}")
     table.add_row("... with the engine's experts replayed", f"{after:.1e}")
-    table.add_row("rows where the live router agrees with the engine", f"{_mean(agreement):.1%}")
+    table.add_row("rows where the live router agrees with the engine", f"{statistics.mean(agreement):.1%}")
     table.add_row(f"replay {'removes' if removed >= 0 else 'adds'}", f"{abs(removed):.0%} of the mismatch")
-
-
-def _column(rows: Rows, name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name, "") != ""]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 class RunReports:
