@@ -771,7 +771,7 @@ def _check_sampling(config: GRPOConfig) -> None:
     from torchrl_moe.modules.backends.transformers.answer import read_sampling
     from torchrl_moe.modules.policies.prompts import template_options
     from torchrl_moe.modules.policies.rollout import refuse_changed_values
-    from torchrl_moe.modules.policies.wrapper_arguments import engine_arguments_of, sampling_params_of
+    from torchrl_moe.modules.policies.vllm_wrapper import engine_arguments_of, sampling_params_of
 
     try:
         template_options(config.chat_template_kwargs)

@@ -33,8 +33,7 @@ from torchrl_moe.modules.policies.prompts import (
     template_of,
     template_options,
 )
-from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import ARGUMENTS
+from torchrl_moe.modules.policies.vllm_wrapper import ARGUMENTS, vLLMWrapper
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.prompt_sources import (

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, Text
 
+from torchrl_moe._checks import check_bool
 from torchrl_moe._compat_transformers import chat_template_named
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
 
@@ -413,6 +414,7 @@ def _plain(value: object) -> object:
 # What both wrappers are made of: their common arguments, and what TorchRL's code reads of them besides ``forward``.
 
 
+INPUT_MODES = ("history", "text", "tokens")
 NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
 """The entries of a sample whose keys are arguments, ``history_key`` and so on."""
 
@@ -460,6 +462,9 @@ class WrapperOptions:
 
     def check_common(self, instead: str) -> None:
         """Refuse what both wrappers refuse, before a model is loaded."""
+        check_bool("pad_output", self.pad_output)
+        if self.input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {self.input_mode!r}")
         template_options(self.chat_template_kwargs)
         if self.chat_template_name is not None:
             chat_template_named(self.chat_template_name)
@@ -468,6 +473,31 @@ class WrapperOptions:
                 raise ValueError(f"{name} must be None, got {value!r}: calls are not joined here; {instead}")
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+        if not self.generate:
+            self._check_scoring()
+
+    def _check_scoring(self) -> None:
+        if self.return_log_probs is False:
+            raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
+        if self.input_mode != "tokens" and self.replay not in (None, "none"):
+            raise ValueError(
+                f"replay={self.replay!r} with input_mode={self.input_mode!r}: text may be encoded to other tokens than "
+                "those that were sampled and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the "
+                "rollout, or replay='none'"
+            )
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def changed(self, changes: Mapping[str, object], reset: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of a new version; ``reset`` are those that mean nothing to it."""
+        before = vars(self)
+        if unknown := sorted(set(changes) - set(before)):
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        follow = dict.fromkeys(reset)
+        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
+        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
+            follow["input_key"] = None
+        return {**before, **follow, **changes}
 
 
 class PolicyWrapper(LLMWrapperBase):
