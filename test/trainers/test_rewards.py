@@ -22,8 +22,8 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from support.collecting import TOKENIZER, policy_of
 from support.waiting import PATIENCE
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.ray_collectors import pack, unpack
 from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.data.packed import pack, unpack
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.trainers.prompt_sources import load_prompts

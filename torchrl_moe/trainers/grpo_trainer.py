@@ -26,6 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.collectors.workflow import EnvLike
+from torchrl_moe.data.packed import pack, unpack
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
@@ -34,7 +35,7 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, nearest
 from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.learner import Learner, advantages, in_rows, minibatches
 from torchrl_moe.trainers.policy_model import ModelLike, RolloutEngine, check_arguments, starting_model
-from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, pack, resumes_after_restart, shares, unpack
+from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, resumes_after_restart, shares
 from torchrl_moe.trainers.run_record import (
     HealthMonitor,
     Progress,
