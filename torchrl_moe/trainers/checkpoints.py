@@ -6,12 +6,10 @@ import contextlib
 import logging
 import os
 import shutil
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,6 +32,7 @@ from torchrl.checkpoint import (
     StateDictCheckpointAdapter,
 )
 
+from torchrl_moe.collectors.environments import Threads
 from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.ranks import Ranks
 
@@ -187,6 +186,7 @@ class Checkpoints:
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
+        self._threads = Threads(1, "torchrl_moe-checkpoint")  # the process may end before a write does
         self._loaded: Path | None = None
         # partly written when a process was killed; what else is there is somebody else's
         left_over = chain.from_iterable(map(folder.glob, (".step-*", "..step-*", ".seen-*")))
@@ -235,7 +235,7 @@ class Checkpoints:
         draft = self.rotation.directory / f".step-{step:012d}.draft"
         fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
         if fits:
-            self._pending = _beside(partial(self._publish, self._trained.copy(self._ranks), draft, step))
+            self._pending = self._threads.submit(self._publish, self._trained.copy(self._ranks), draft, step)
 
     def _write_components(self, draft: Path, step: int, score: float) -> bool:
         shutil.rmtree(draft, ignore_errors=True)
@@ -322,20 +322,6 @@ def steps_saved(folder: Path) -> int:
     """Return after how many steps the newest checkpoint in a folder was made; 0 if there is none."""
     newest = CheckpointRotation(folder, keep_last=1, prefix="step").latest() if folder.is_dir() else None
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
-
-
-def _beside(work: Callable[[], bool]) -> Future[bool]:
-    """Run a function in a daemon thread: the process may end before it does."""
-    future: Future[bool] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="torchrl_moe-checkpoint", daemon=True).start()
-    return future
 
 
 def _warn(step: int, error: BaseException) -> None:
