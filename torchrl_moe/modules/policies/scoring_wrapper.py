@@ -30,7 +30,6 @@ from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompts import (
     Chat,
     PolicyWrapper,
-    Source,
     no_distribution,
     prompts_from_text,
     require_key,
@@ -90,36 +89,40 @@ class Encoded:
         return lazy_stack([Text(full=text) for text in self.texts])
 
 
-def encode(td: TensorDictBase, source: Source) -> Encoded:
+def encode(td: TensorDictBase, wrapper: PolicyWrapper) -> Encoded:
     """Read the full text or chat of each sample, and encode it."""
-    require_key(td.unbind(0), source.input_key, source.input_mode)
-    if source.input_mode == "text":
-        found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
+    require_key(td.unbind(0), wrapper.input_key, wrapper.input_mode)
+    if wrapper.input_mode == "text":
+        found = prompts_from_text(td.get(wrapper.input_key), wrapper.tokenizer, wrapper.tokenizer_kwargs)
         return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
-    key = source.input_key
-    chats = [_rendered(Chat.of(one.get(key), key).history, source, source.options(one)) for one in td.unbind(0)]
+    key = wrapper.input_key
+    chats = [
+        _rendered(Chat.of(one.get(key), key).history, wrapper, wrapper._template_options(one)) for one in td.unbind(0)
+    ]
     masks = [mask for _, mask, _ in chats if mask is not None]
     return Encoded(
         [ids for ids, _, _ in chats], [text for _, _, text in chats], masks if len(masks) == len(chats) else None
     )
 
 
-def _rendered(history: History, source: Source, options: Mapping[str, object]) -> tuple[Tensor, Tensor | None, str]:
+def _rendered(
+    history: History, wrapper: PolicyWrapper, options: Mapping[str, object]
+) -> tuple[Tensor, Tensor | None, str]:
     """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
     # render by the wrapper's template, then compare with the one that TorchRL guesses
-    template = source.template(options.get("tools"))
-    ids, assistant, text = _rendered_by(template, history, source, options)
-    if template is not None and source.chat_template is None and source.chat_template_name is None:
+    template = wrapper._template(options.get("tools"))
+    ids, assistant, text = _rendered_by(template, history, wrapper, options)
+    if template is not None and wrapper.chat_template is None and wrapper.chat_template_name is None:
         # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
-        others, guessed, _ = _rendered_by(None, history, source, options)
+        others, guessed, _ = _rendered_by(None, history, wrapper, options)
         assistant = guessed if torch.equal(ids, others) else assistant
     return ids, assistant, text
 
 
 def _rendered_by(
-    template: str | None, history: History, source: Source, options: Mapping[str, object]
+    template: str | None, history: History, wrapper: PolicyWrapper, options: Mapping[str, object]
 ) -> tuple[Tensor, Tensor | None, str]:
-    how = {"tokenizer": source.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
+    how = {"tokenizer": wrapper.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
     text = history.apply_chat_template(**how)
     marked = template is None or MARKS.search(template) is not None
     # without markers TorchRL takes the first occurrence of the text, which may be in a question
@@ -128,7 +131,7 @@ def _rendered_by(
     )
     ids = tokens.get("input_ids").long()
     if not marked:
-        return ids, _spoken(history.tolist(tolist_first=True), source.tokenizer, template, text, ids, options), text
+        return ids, _spoken(history.tolist(tolist_first=True), wrapper.tokenizer, template, text, ids, options), text
     mask = tokens.get("assistant_masks", None)
     return ids, None if mask is None else mask.bool(), text
 
@@ -256,39 +259,39 @@ class FullSequence:
     history: History | None = None
 
 
-def read_sequences(samples: Sequence[TensorDictBase], source: Source) -> list[FullSequence]:
+def read_sequences(samples: Sequence[TensorDictBase], wrapper: PolicyWrapper) -> list[FullSequence]:
     """Read a sequence from each sample, batch size ``[]``.
 
-    Tokens have the mask that is at ``source.masks_key``, or else at ``source.attention_mask_key``. Without one, padding
-    at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
+    Tokens have the mask that is at the wrapper's ``masks_key``, or else at its ``attention_mask_key``. Without one,
+    padding at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
     """
-    if source.input_mode == "tokens":
-        require_key(samples, source.input_key, source.input_mode)
-        return [_tokens(sample, source, i) for i, sample in enumerate(samples)]
+    if wrapper.input_mode == "tokens":
+        require_key(samples, wrapper.input_key, wrapper.input_mode)
+        return [_tokens(sample, wrapper, i) for i, sample in enumerate(samples)]
     stack = lazy_stack(list(samples))
-    encoded = encode(stack, source)
+    encoded = encode(stack, wrapper)
     spoken: Sequence[Tensor | None] = encoded.assistant or [None] * len(encoded.ids)
     chats: Sequence[History | None] = [None] * len(encoded.ids)
-    if source.input_mode == "history":
-        chats = list(stack.get(source.input_key).unbind(0))
+    if wrapper.input_mode == "history":
+        chats = list(stack.get(wrapper.input_key).unbind(0))
     return [
         FullSequence(ids, torch.ones_like(ids, dtype=torch.bool), assistant, text, chat)
         for ids, assistant, text, chat in zip(encoded.ids, spoken, encoded.texts, chats, strict=True)
     ]
 
 
-def _tokens(sample: TensorDictBase, source: Source, position: int) -> FullSequence:
-    ids = sample.get(source.input_key)
-    for key in ((source.masks_key, "all_attention_mask"), source.attention_mask_key):
+def _tokens(sample: TensorDictBase, wrapper: PolicyWrapper, position: int) -> FullSequence:
+    ids = sample.get(wrapper.input_key)
+    for key in ((wrapper.masks_key, "all_attention_mask"), wrapper.attention_mask_key):
         mask = None if key is None else sample.get(key, None)
         if mask is not None and mask.shape != ids.shape:
             raise ValueError(
-                f"sample {position}: {key!r} has shape {list(mask.shape)} and {source.input_key!r} {list(ids.shape)}: "
+                f"sample {position}: {key!r} has shape {list(mask.shape)} and {wrapper.input_key!r} {list(ids.shape)}: "
                 "both must have been cut or padded alike, or take the mask out"
             )
         if mask is not None:
             return FullSequence(ids, _checks.as_mask(f"sample {position}: {key!r}", mask))
-    return FullSequence(ids, _real(ids, source.pad, getattr(source.tokenizer, "eos_token_id", None)))
+    return FullSequence(ids, _real(ids, wrapper._pad, getattr(wrapper.tokenizer, "eos_token_id", None)))
 
 
 def _real(ids: Tensor, pad: int | None, end: int | None) -> Tensor:
@@ -435,7 +438,7 @@ class ScoringWrapper(PolicyWrapper):
 
     def _tokenize(self, td: TensorDictBase) -> None:
         """Write the tokens of chats or text into a batch ``[B]``, with the text that they were made from."""
-        encoded = encode(td, self._source)
+        encoded = encode(td, self)
         refuse_other_tokens(td, self.tokens_key, encoded.ids)
         # the text, or the chat, stands beside the tokens that it became
         read = td.get(self.input_key)

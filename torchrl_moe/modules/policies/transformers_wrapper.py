@@ -467,7 +467,7 @@ class TransformersWrapper(ScoringWrapper):
         if config.pad_token_id is None:
             config.pad_token_id = self._pad or 0
         params = {"temperature": temperature_of(config), "logprobs": 0, "top_k": config.top_k, "top_p": config.top_p}
-        prompts = self._source.prompts(samples)
+        prompts = self._prompts(samples)
         check_prompts(prompts.ids, self.keys, params, samples)
         completions = generate_answers(
             self.model,

@@ -572,7 +572,7 @@ class vLLMWrapper(PolicyWrapper):
     ) -> tuple[Prompts, RolloutKeys, dict[str, Any], dict[str, Any]]:
         """Return prompts, keys, sampling parameters and engine arguments of one call."""
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
-        prompts = self._source.prompts(samples)
+        prompts = self._prompts(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
         # before anything is generated: an answer that cannot be joined to an earlier turn would be lost
@@ -623,7 +623,7 @@ class vLLMWrapper(PolicyWrapper):
         serving anyway, or those of a reference policy from an engine that is never synced, in place of a second model
         in the trainer.
         """
-        sequences = read_sequences(samples, self._source)
+        sequences = read_sequences(samples, self)
         rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
         names = {name: getattr(self, f"{name}_key") for name in NAMES}
         scores = self._scores(lazy_stack(rows))
