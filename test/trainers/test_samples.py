@@ -29,9 +29,7 @@ def test_another_rank_sends_its_part_of_the_weights_and_has_no_engine(tmp_path: 
     engine.sender.update_weights = update  # type: ignore[method-assign]
     engine.sync()
     engine.restore(5)
-    assert sent == ["weights", "weights"] and engine.policy is None and not engine.has_the_models_weights
-    engine.sleep()
-    engine.wake_up()
+    assert sent == ["weights", "weights"] and engine.policy is None and not engine.owns_engine
     engine.shutdown()
     engine.shutdown()
 

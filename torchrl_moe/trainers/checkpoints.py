@@ -89,7 +89,11 @@ class TrainedState:
         self._check({name: tuple(kind.size) for name, kind in saved.items() if hasattr(kind, "size")})
         own = self._state()
         state: State = {
-            group: {name: _place_for(value) for name, value in values.items()} for group, values in own.items()
+            group: {
+                name: torch.empty(value.shape, dtype=value.dtype) if _is_packed(value) else value
+                for name, value in values.items()
+            }
+            for group, values in own.items()
         }
         load(state, checkpoint_id=folder, process_group=ranks.files, no_dist=ranks.size == 1)
         # of packed weights the whole was read: write this rank's part of it into the model
@@ -132,10 +136,6 @@ def _is_packed(value: object) -> TypeGuard[DTensor]:
         isinstance(placement, _StridedShard) and axes[place] not in axes[place + 1 :]  # else it is only split again
         for place, placement in enumerate(value.placements)
     )
-
-
-def _place_for(value: object) -> object:
-    return torch.empty(value.shape, dtype=value.dtype) if _is_packed(value) else value
 
 
 def _packed(whole: torch.Tensor, own: DTensor) -> DTensor:

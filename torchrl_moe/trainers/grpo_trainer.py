@@ -377,7 +377,7 @@ class MoEGRPOTrainer(RunReports):
             self.record = open_record(config, self.steps_done, self.rollout_engine.start)
         else:
             self.record = RunRecord(folder, "", is_kept=False)  # rank 0 writes it
-        started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
+        started_from_it = self.ranks.from_first(self.rollout_engine.owns_engine, "the engine's weights")
         # an engine that is lent, or that started from older weights, gets the trainer's before it answers
         if self.steps_done or not started_from_it:
             self.rollout_engine.restore(self._restored_version)
@@ -435,8 +435,10 @@ class MoEGRPOTrainer(RunReports):
         # collect: rank 0 has the answers, with the experts that the engine chose
         with clock("generate"):
             collected = self._collected()
-        if collected is not None:
-            self._let_engine_sleep()
+        # the trainer may need the engine's memory, which cannot evaluate meanwhile
+        if collected is not None and config.engine.sleep:
+            self.evaluation.wait()
+            self.rollout_engine.engine.sleep()
         with clock("score"):
             # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
             metrics: dict[str, float] = {}
@@ -479,12 +481,6 @@ class MoEGRPOTrainer(RunReports):
         except BaseException:
             self._batches = None  # an iterator that has raised is at its end; the collector may not be
             raise
-
-    def _let_engine_sleep(self) -> None:
-        """Free the engine's memory for the trainer, if so configured; it cannot evaluate meanwhile."""
-        if self.config.engine.sleep:
-            self.evaluation.wait()
-        self.rollout_engine.sleep()
 
     def _prepare(self, batch: TensorDictBase) -> tuple[TensorDictBase, dict[str, float]]:
         """Return a whole batch with advantages, and its metrics."""
@@ -561,7 +557,8 @@ class MoEGRPOTrainer(RunReports):
             self.ranks.meet("weight sync", patient=True)
             self.rollout_engine.sync()
             self._unsynced = 0
-        self.rollout_engine.wake_up()
+        if self.config.engine.sleep:
+            self.rollout_engine.engine.wake_up()
 
     def _record(self, metrics: dict[str, float]) -> None:
         """Write and show the step's metrics, and warn of what they show."""

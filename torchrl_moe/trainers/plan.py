@@ -664,13 +664,9 @@ def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str
     if config.placement.cpu_offload:
         yield "placement.cpu_offload: ranks gather weights over gloo, as fast as TCP between them is, on one host too"
     if config.engine.sleep:
-        devices = max(hardware.trainer_gpus, of_engine)
-        yield f"{_gpus(devices)} in all: engine and trainer take turns (engine.sleep=true)"
+        devices, how = max(hardware.trainer_gpus, of_engine), "engine and trainer take turns (engine.sleep=true)"
     else:
         devices = hardware.trainer_gpus + of_engine
-        yield f"{_gpus(devices)} in all: {hardware.trainer_gpus} for the trainer, {of_engine} for the engine"
+        how = f"{hardware.trainer_gpus} for the trainer, {of_engine} for the engine"
+    yield f"{devices} GPU{'s' * (devices != 1)} in all: {how}"
     yield "not counted: what CUDA, NCCL and torch's allocator keep for themselves, 1 to 3 GB a GPU"
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU" + "s" * (count != 1)

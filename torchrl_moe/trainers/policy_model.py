@@ -407,7 +407,7 @@ class RolloutEngine:
         self.start = policy_model.start
         # three kinds of engines: given (left alone), joined (left at the end), its own (started and shut down)
         self._joins_engine = is_first and engine is None and config.engine.connect is not None
-        self._owns_engine = is_first and engine is None and not self._joins_engine
+        self.owns_engine = is_first and engine is None and not self._joins_engine
         self.sender = VLLMWeightSyncScheme(**config.engine.sync).create_sender()
         self.policy = None
         if not is_first:
@@ -425,7 +425,7 @@ class RolloutEngine:
             raise
         # the engine runs: from here on a mistake ends it again
         try:
-            if done and not self._owns_engine:  # it may be as fresh as a new one
+            if done and not self.owns_engine:  # it may be as fresh as a new one
                 self.engine.set_seed(seed_after(config.seed, done))
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)
@@ -477,11 +477,6 @@ class RolloutEngine:
             shutil.rmtree(self.start, ignore_errors=True)
 
     @property
-    def has_the_models_weights(self) -> bool:
-        """Whether the engine was started from this model, as it was at that time."""
-        return self._owns_engine
-
-    @property
     def dtype(self) -> str:
         """Torch's name of what the engine computes in; empty if it does not say."""
         return next((str(info.dtype) for info in self.engine.infos if info is not None), "")
@@ -506,20 +501,10 @@ class RolloutEngine:
             LOG.warning("replica %s does not hold version %s: %s", replica, report.version, reason)
         return report
 
-    def sleep(self) -> None:
-        """Give the GPU's memory to the trainer, if the run is configured so."""
-        if self.config.engine.sleep:
-            self.engine.sleep()
-
-    def wake_up(self) -> None:
-        """Take the GPU's memory back for the engine."""
-        if self.config.engine.sleep:
-            self.engine.wake_up()
-
     def shutdown(self) -> None:
         """End the weight sync, and the engine if this object started it. Idempotent."""
         self.sender.shutdown()
-        if self._owns_engine:
+        if self.owns_engine:
             self.engine.shutdown()
         elif self._joins_engine:
             self.engine.disconnect()

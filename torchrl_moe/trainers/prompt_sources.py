@@ -96,7 +96,7 @@ def _lines(file: Path) -> Iterator[Row]:
             except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                 raise ValueError(f"{file}, line {number}: not JSON ({error}){_way(file)}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: must be an object, got {_shown(row)}{_way(file)}")
+                raise ValueError(f"{file}, line {number}: must be an object, got {shown(row)}{_way(file)}")
             yield row
 
 
@@ -105,11 +105,6 @@ def _way(file: Path) -> str:
     return (
         "; each line is one object" if is_lines else "; files are JSON Lines: read others yourself, and give the rows"
     )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # -- objects
@@ -160,14 +155,14 @@ def _rows(found: Any, name: str) -> Rows:
             raise ValueError(f"{name} is a streamed dataset, whose rows cannot be indexed: load it without streaming")
         return found
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-        raise ValueError(f"prompts must be {KINDS}; got {_shown(found)}")
+        raise ValueError(f"prompts must be {KINDS}; got {shown(found)}")
     if hasattr(found, "to_dict") and hasattr(found, "columns"):
         raise ValueError(f"{name} is no list of rows: give its to_dict('records')")
     rows = list(found)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             example = "a mapping of columns, such as {'prompt': text}"
-            raise ValueError(f"{name}: row {place} must be {example}, got {_shown(row)}")
+            raise ValueError(f"{name}: row {place} must be {example}, got {shown(row)}")
     return rows
 
 
@@ -393,19 +388,16 @@ def reasoning_score(completion: Any, answer: Any, task: str, metadata: str) -> f
     try:
         return float(scorer(given, entry))
     except NOT_READ as error:
-        _note_unread(task, shown(given), f"{type(error).__name__}: {error}")
+        if task not in _UNREAD:
+            _UNREAD.add(task)
+            LOG.warning(
+                "the scorer of %s cannot read %s (%s: %s): the reward is 0, here and for all such answers",
+                *(task, shown(given), type(error).__name__, error),
+            )
         return 0.0
 
 
 _UNREAD: set[str] = set()
-
-
-def _note_unread(task: str, given: str, error: str) -> None:
-    if task not in _UNREAD:
-        _UNREAD.add(task)
-        LOG.warning(
-            "the scorer of %s cannot read %s (%s): the reward is 0, here and for all such answers", task, given, error
-        )
 
 
 def _row(entry: Mapping[str, Any], task: str, instruction: str, chat: bool) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def request_arguments(samples: Sequence[TensorDictBase]) -> dict[str, list[Any]]
             value = _plain(sample.get(key), key, i)
             if key == "priority":
                 values[i] = 0 if value is None else value
-            elif not _is_unset(value):
+            elif not (isinstance(value, int) and value == UNSET):
                 values[i] = value
     return found
 
@@ -154,10 +154,6 @@ def request_argument(sample: TensorDictBase) -> dict[str, Any]:
     """Return the same for one sample, as arguments of ``agenerate``: ``session_id``, ``group_id`` and so on."""
     found = request_arguments([sample])
     return {key: found[name][0] for key, name in ARGUMENTS.items() if name in found}
-
-
-def _is_unset(value: object) -> bool:
-    return value is None or (isinstance(value, int) and value == UNSET)
 
 
 def _plain(value: object, key: str, sample: int) -> object:
