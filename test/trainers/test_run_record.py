@@ -27,7 +27,7 @@ from torchrl_moe.trainers.run_record import (
     HealthMonitor,
     RunRecord,
     RunReports,
-    lock_folder,
+    locked_folder,
     make_loggers,
     open_record,
     refuse_older_run,
@@ -319,13 +319,13 @@ def test_a_folder_that_holds_a_run_is_refused_with_all_ways_out(config: GRPOConf
     file.parent.mkdir(parents=True)
     file.write_text("step\n0\n")
     ways = r"set resume=True to continue it, overwrite=True to replace it, or out to another folder"
-    for check in (refuse_older_run, lock_folder):
+    for check in (refuse_older_run, lambda given: locked_folder(given).__enter__()):
         with pytest.raises(ConfigError, match=rf"out=.* holds a run \(.*{name.split('/')[0][:5]}.*\): {ways}"):
             check(config)
     for way in ("resume", "overwrite"):
         setattr(config, way, True)
-        lock_folder(config).close()
-        setattr(config, way, False)
+        with locked_folder(config):
+            setattr(config, way, False)
     assert file.read_text() == "step\n0\n"
 
 
@@ -362,7 +362,8 @@ def test_what_is_not_a_runs_stays(config: GRPOConfig, tmp_path: Path, overwrite:
         file.parent.mkdir(parents=True)
         file.write_text("mine")
     config.overwrite = overwrite
-    lock_folder(config).close()
+    with locked_folder(config):
+        pass
     Checkpoints(tmp_path / "run" / "checkpoints", cast(Any, None), {}, keep=1)
     open_record(config, 0, None).begin()
     assert [file.read_text() for file in mine] == ["mine"] * 3
@@ -374,8 +375,9 @@ def test_a_file_that_no_run_has_written_is_not_replaced(config: GRPOConfig, tmp_
     (tmp_path / "run" / "config.yaml").write_text("steps: 3  # mine\n")
     if setting:
         setattr(config, setting, True)
-    with pytest.raises(ConfigError, match=r"out=.*run holds config.yaml, which no run has written .*: rename it, or"):
-        lock_folder(config)
+    written = r"out=.*run holds config.yaml, which no run has written .*: rename it, or"
+    with pytest.raises(ConfigError, match=written), locked_folder(config):
+        pass
 
 
 def test_a_record_continues_from_a_step(config: GRPOConfig, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from torchrl_moe.trainers.run_record import (
     Progress,
     RunRecord,
     RunReports,
-    lock_folder,
+    locked_folder,
     make_loggers,
     open_record,
     refuse_older_run,
@@ -316,7 +316,7 @@ class MoEGRPOTrainer(RunReports):
             self.source = RolloutSource(None, None)
             if ranks.is_first:
                 self.source = RolloutSource.of(config, self.policy_model.tokenizer, given)
-                made.callback(lock_folder(config).close)
+                made.enter_context(locked_folder(config))
             self.learner = Learner(actor, self.policy_model, config, self.placement)
             made.callback(self.learner.shutdown)
             self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine, is_first=ranks.is_first)

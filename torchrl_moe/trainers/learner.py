@@ -391,7 +391,8 @@ class _Found:
     ) -> None:
         """Add a micro-batch: its scores, entropies, and scores by the live router."""
         self.metrics.update(part, log_probs, version=version)
-        known = _sampled(part, log_probs)
+        sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+        known = sampled.isfinite().to(log_probs.device)
         self.entropy += float(spread[known].sum())
         self.tokens += float(known.sum())
         if unaided is not None:
@@ -425,11 +426,6 @@ class _Found:
 def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
     # no percentile is needed; a row of several turns has tokens between them that nothing sampled
     return MismatchMetrics(sample_size=1, thresholds=thresholds, masking_strategy="rlhf")
-
-
-def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:
-    sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
-    return sampled.isfinite().to(log_probs.device)
 
 
 # The loss, the advantages and the reference that a configuration names.

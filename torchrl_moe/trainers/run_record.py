@@ -233,38 +233,6 @@ def what_a_run_left(folder: Path) -> str:
 
 
 # The run's folder: locked by the process that writes it, and refused if it holds another run.
-class RunLock:
-    """Keeps a second run out of a folder, until it is closed or its process ends.
-
-    A file system without locks (some NFS mounts) keeps nobody out.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._folder: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise ConfigError(f"out={folder} cannot be written to: {error.strerror}") from error
-        if not os.access(folder, os.W_OK):
-            self.close()
-            raise ConfigError(f"out={folder} cannot be written to: it is read-only")
-        # a lock of the folder itself, so that nothing is written into it before the first step
-        try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(f"out={folder} is used by another run: name another folder, or end that run") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-
-    def close(self) -> None:
-        """Let the next run in. Idempotent."""
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            os.close(folder)
-
-
 def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
     """Refuse a folder that holds a run, unless it is to be continued or replaced.
 
@@ -292,15 +260,33 @@ def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
         raise ConfigError(f"overwrite=True would remove the model {source}, which is in out={out}: copy it elsewhere")
 
 
-def lock_folder(config: GRPOConfig) -> RunLock:
-    """Lock a run's folder, and refuse one that holds another run: see :func:`refuse_older_run`."""
-    lock = RunLock(Path(config.out))
+@contextlib.contextmanager
+def locked_folder(config: GRPOConfig) -> Iterator[None]:
+    """Keep a second run out of a run's folder, and refuse one that holds another run: see :func:`refuse_older_run`.
+
+    A file system without locks (some NFS mounts) keeps nobody out.
+    """
+    folder = Path(config.out)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"out={folder} cannot be written to: {error.strerror}") from error
+    try:
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"out={folder} cannot be written to: it is read-only")
+        # a lock of the folder itself, so that nothing is written into it before the first step
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out={folder} is used by another run: name another folder, or end that run") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
         refuse_older_run(config)
-    except ConfigError:
-        lock.close()
-        raise
-    return lock
+        yield
+    finally:
+        os.close(opened)
 
 
 def make_loggers(config: GRPOConfig) -> list[Logger]:
