@@ -197,9 +197,8 @@ def _read_flag(value: object, item: Field[object]) -> tuple[object, str]:
 def _read_text(value: object, item: Field[object]) -> tuple[object, str]:
     allowed: tuple[str, ...] = item.metadata.get("of", ())
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    text = (
-        str(text) if _is_number(text, float, {}) else text
-    )  # out=20261126, say, which a command line reads as a number
+    # out=20261126, say, which a command line reads as a number
+    text = str(text) if _is_number(text, float, {}) else text
     text = os.path.expanduser(text) if isinstance(text, str) else text  # out=~/runs, say
     fits = isinstance(text, str) and (text in allowed if allowed else text.strip() != "" and "\0" not in text)
     return (text if fits else MISSING), f"one of {', '.join(allowed)}" if allowed else "a text that is not empty"
