@@ -238,8 +238,8 @@ class EnvironmentTimeoutError(TimeoutError):
 class Threads(ThreadPoolExecutor):
     """Daemon threads for functions that may hang: a call that is cancelled while it runs costs a thread, not its place.
 
-    A plain pool would fill up with such calls, and the process would wait for them at its end. Each call has a thread
-    of its own, so a pool without calls has none, and may be forgotten.
+    A plain pool would fill up with such calls, and the process would wait for them at its end. A thread ends when no
+    call waits, so a pool without calls has none, and may be forgotten.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -285,14 +285,17 @@ class Threads(ThreadPoolExecutor):
             self._running += 1
 
     def _work(self, call: _Call[Any]) -> None:
-        call.run()
-        with self._lock:
-            if call in self._given_up:  # another call has this one's place
-                self._given_up.discard(call)
-            else:
+        while True:
+            call.run()
+            with self._lock:
+                if call in self._given_up:  # another thread has this one's place
+                    self._given_up.discard(call)
+                    return
                 call.is_over = True
-                self._running -= 1
-                self._start_waiting()
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                call = self._waiting.popleft()
 
     def _give_up(self, call: _Call[Any]) -> None:
         """Count a running call's thread as lost, and give its place to the calls that wait."""
