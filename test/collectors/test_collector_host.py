@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import ray
-import torch
-from tensordict import TensorDict, lazy_stack
 
 from support.collecting import Questions, chat, plain, policy_of, queries
 from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, ray_collectors
-from torchrl_moe.collectors.ray_collectors import CollectorHost, actor_options, pack, unpack
+from torchrl_moe.collectors.ray_collectors import CollectorHost, actor_options
+from torchrl_moe.data.packed import pack, unpack
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -66,30 +65,6 @@ def test_pauses_are_left_in_turn(host: CollectorHost) -> None:
     host.end_pause()
     host.end_pause()
     assert host._made._rollouts.pauses == 1
-
-
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.int8, torch.int64, torch.bool, torch.bfloat16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
-def test_tensors_of_every_kind_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    before = torch.arange(6)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
-    after = unpack(pack(before))
-    assert (after.dtype, after.shape) == (dtype, before.shape)
-    assert torch.equal(after, before)
-    after.fill_(1)  # it may be written, and is not the first one
-    assert torch.equal(before, torch.arange(6)[: before.numel()].reshape(shape).to(dtype))
-
-
-def test_gradients_strides_rows_and_what_is_no_tensor_come_back() -> None:
-    value = [torch.ones(2, requires_grad=True), torch.arange(6).reshape(2, 3).T, "text", None, lambda: 3]
-    leaf, turned, text, nothing, function = unpack(pack(value))
-    assert leaf.requires_grad
-    assert (turned.tolist(), text, nothing, function()) == ([[0, 3], [1, 4], [2, 5]], "text", None, 3)
-    rows = lazy_stack([TensorDict(ids=torch.arange(n)) for n in (1, 3)])
-    assert [row["ids"].tolist() for row in unpack(pack(rows)).unbind(0)] == [[0], [0, 1, 2]]  # their lengths are kept
-    assert len(pack(torch.zeros(1 << 16)[:4])) < 1000  # a view goes without what lies around it
 
 
 def test_a_collected_batch_comes_back(collect: Callable[..., AsyncLLMCollector]) -> None:

@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
-from support.collecting import Questions, chat, new_weights, policy_of, queries
+from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, environments, workflow
 from torchrl_moe.collectors.async_collector import evaluate
@@ -146,7 +146,7 @@ def test_code_that_ends_the_program_costs_its_group(collect: Collect, where: str
 
     end = {"reward": ends, "reward's coroutine": ends_too}.get(where, starts)
     if where.startswith("reward"):
-        played: Any = PromptEpisode("query", Rewards(lambda query: end() if query == "q1" else 1.0))
+        played: Any = PromptEpisode("query", Rewards(lambda query: end() if query == "q1" else 1.0), TOKENIZER)
     else:
         played = then(lambda query: end() if query == "q1" else 1.0)
     collector = collect(played, groups_per_batch=2, max_failures=1)
@@ -159,11 +159,15 @@ def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Collect) -
     def generated(completion: str) -> float:
         return exec("import sys; sys.exit(3)") or 0.0
 
-    collector = collect(PromptEpisode("query", Rewards(generated)))
+    collector = collect(PromptEpisode("query", Rewards(generated), TOKENIZER))
     with pytest.raises(RuntimeError, match=r"the reward function 'generated' raised SystemExit\(3\)"):
         soon(lambda: next(iter(collector)))
     with pytest.raises(RuntimeError, match="'generated' raised"):
-        soon(lambda: collector.evaluate(PromptEpisode("query", Rewards(generated)), 1, dataloader=Questions(1)))
+        soon(
+            lambda: collector.evaluate(
+                PromptEpisode("query", Rewards(generated), TOKENIZER), 1, dataloader=Questions(1)
+            )
+        )
 
 
 @pytest.mark.parametrize("where", ["reward", "thread of an episode"])
@@ -181,7 +185,7 @@ def test_calls_that_hang_cost_threads_and_not_the_others(
         return 1.0
 
     in_episode = then(lambda query: asyncio.to_thread(slow, query))
-    played = PromptEpisode("query", Rewards(slow)) if where == "reward" else in_episode
+    played = PromptEpisode("query", Rewards(slow), TOKENIZER) if where == "reward" else in_episode
     batches = iter(collect(played, groups_per_batch=2, max_failures=100, reward_timeout=0.3, max_staleness=0))
     try:
         seen = soon(lambda: [query for _ in range(8) for query in queries(next(batches))])  # past q0, q6 and q12
@@ -200,7 +204,7 @@ def test_a_reward_that_is_late_is_named(collect: Collect) -> None:
     async def late(completion: str) -> float:
         return await for_ever(completion)
 
-    collector = collect(PromptEpisode("query", Rewards([quick, late])), reward_timeout=0.05)
+    collector = collect(PromptEpisode("query", Rewards([quick, late]), TOKENIZER), reward_timeout=0.05)
     with pytest.raises(EnvironmentTimeoutError, match=r"within 0.05 s: it waits for the reward function 'late'"):
         soon(lambda: next(iter(collector)))
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from support.processes import process_of
 from support.sharded import whole
+from torchrl_moe.data.packed import pack
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.trainers import MoEGRPOTrainer
-from torchrl_moe.trainers.ranks import pack
 
 SYNCS = "syncs.jsonl"
 

@@ -66,6 +66,7 @@ WRONG: dict[str, list[Any]] = {
     ],
     "loss.router": [{"top_k": 0}],
     "engine.sync": [{"mod": "drain"}],
+    "chat_template_kwargs": [{"tokenize": True}],
     "log.arguments": [{"wandb": {}}, {"tensorboard": {"x": 1}}],
     "optim.weight_decay": [2e6],  # times the learning rate
     "seed": [2**70],

@@ -109,7 +109,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         ([ROWS[0], "{'prompt': 1}"], "line 2: not JSON (Expecting property name"),
         (["", "", "{"], "line 3: not JSON ("),
         ([ROWS[0], [1, 2]], "line 2: must be an object, got [1, 2]"),
-        (['"' + "a" * 100 + '"'], f"line 1: must be an object, got '{'a' * 56}..."),
+        (['"' + "a" * 100 + '"'], f"line 1: must be an object, got '{'a' * 79}..."),
     ],
 )
 def test_an_error_names_file_and_line(tmp_path: Path, lines: list[Any], message: str) -> None:

@@ -24,15 +24,13 @@ from torch.distributed import (
     HashStore,
     TCPStore,  # type: ignore[attr-defined]
 )
-from torchrl.data.llm import History
 
 from support.ranks import run_as_ranks
 from support.waiting import until
-from torchrl_moe.data import RoutedExperts
 from torchrl_moe.errors import RankError
 from torchrl_moe.trainers import ranks as ranks_module
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.ranks import Ranks, Rendezvous, attempt_of, balanced, join_ranks, pack, shares, unpack
+from torchrl_moe.trainers.ranks import Ranks, Rendezvous, attempt_of, balanced, join_ranks, shares
 
 
 class Party:
@@ -469,48 +467,3 @@ def test_a_group_stays_whole_and_its_rows_in_order() -> None:
     # 26 tokens: 13 of group 4, and 7 + 5 + 1 of the others
     assert sorted([int(row["group_id"]) for row in share.unbind(0)] for share in found) == [[3, 3, 3, 9, 7], [4, 4, 4]]
     assert [[row["place"] for row in share.unbind(0)] for share in found if len(share) == 5] == [[0, 1, 2, 3, 7]]
-
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (0, 4)])
-def test_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    value = (torch.rand(shape) * 5).to(dtype)
-    found = unpack(pack(value))
-    assert found.dtype == dtype and torch.equal(found, value)
-    found.zero_()  # it may be written to
-
-
-def test_a_view_is_packed_without_what_it_is_a_view_of() -> None:
-    whole = torch.arange(1 << 20)
-    found = unpack(pack([whole[3:8:2], whole.view(2, -1).T[:2]]))
-    assert found[0].tolist() == [3, 5, 7] and found[1].tolist() == [[0, 1 << 19], [1, (1 << 19) + 1]]
-    assert len(pack(whole[3:8:2])) < 1000
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 2)])
-def test_one_number_that_stands_for_many(shape: tuple[int, ...]) -> None:
-    assert torch.equal(unpack(pack(torch.tensor(2.5).expand(shape))), torch.full(shape, 2.5))
-
-
-def test_rows_of_other_lengths_with_classes_and_texts() -> None:
-    rows = [
-        TensorDict(
-            {
-                "tokens": {"full": torch.arange(length)},
-                "routed_experts": RoutedExperts(full=torch.full((length, 2, 1), 3, dtype=torch.int8)),
-                "history": History(role=["user"], content=[f"question {length}"], batch_size=[1]),
-                "finish_reason": "stop",
-            }
-        )
-        for length in (3, 5)
-    ]
-    found = unpack(pack(lazy_stack(rows)))
-    assert found.batch_size == (2,)
-    for row, own in zip(found.unbind(0), rows, strict=True):
-        assert torch.equal(row["tokens", "full"], own["tokens", "full"])
-        assert type(row["routed_experts"]) is RoutedExperts
-        assert torch.equal(row["routed_experts", "full"], own["routed_experts", "full"])
-        assert row["history"].content == own["history"].content and row["finish_reason"] == "stop"

@@ -22,13 +22,15 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from support.collecting import TOKENIZER, policy_of
 from support.waiting import PATIENCE
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.ray_collectors import pack, unpack
 from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.data.packed import pack, unpack
 from torchrl_moe.objectives import GRPOAdvantage
-from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.trainers.prompt_sources import load_prompts
 from torchrl_moe.trainers.samples import TAKEN, PromptEpisode, Reward, Rewards
 
+PLAIN = ByteTokenizer()
+PLAIN.chat_template = None
 CHAT = [{"role": "user", "content": "1+1="}]
 COLUMNS = {"prompt": "1+1=", "answer": "2", "tests": [1, 2], "hint": None}
 
@@ -159,7 +161,6 @@ def test_the_total_is_the_weighted_sum() -> None:
     functions = [named("a", 1.0), named("b", 0.5), named("c", -2)]
     assert reward(functions) == Reward(-0.5, {"a": 1.0, "b": 0.5, "c": -2.0})
     assert reward(functions, [1.0, 4.0, 0.5]) == Reward(2.0, {"a": 1.0, "b": 0.5, "c": -2.0})
-    assert repr(Rewards(functions, [1, 4, 0.5])) == "Rewards(1 * a + 4 * b + 0.5 * c)"
 
 
 def test_one_without_an_opinion_counts_for_nothing() -> None:
@@ -369,7 +370,11 @@ def by_answer(completion: str, answer: int) -> float:
 @pytest.mark.parametrize("prompt", ["q0", TWO_MESSAGES], ids=["text", "messages"])
 def test_a_chat_is_asked_as_messages(engine: FakeAsyncVLLM, collector_of: Any, prompt: Any) -> None:
     batch = next(
-        iter(collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), [{"prompt": prompt, "answer": 1}]))
+        iter(
+            collector_of(
+                engine, PromptEpisode("prompt", Rewards(by_answer), TOKENIZER), [{"prompt": prompt, "answer": 1}]
+            )
+        )
     )
     messages = [{"role": "user", "content": "q0"}]
     expected = messages if prompt == "q0" else [{"role": "system", "content": "Be brief."}, *messages]
@@ -378,7 +383,7 @@ def test_a_chat_is_asked_as_messages(engine: FakeAsyncVLLM, collector_of: Any, p
 
 
 def test_messages_are_not_for_a_policy_that_reads_text(engine: FakeAsyncVLLM, collector_of: Any) -> None:
-    episode = PromptEpisode("prompt", Rewards(by_answer), is_chat=False)
+    episode = PromptEpisode("prompt", Rewards(by_answer), PLAIN)
     collector = collector_of(engine, episode, [{"prompt": TWO_MESSAGES, "answer": 1}], input_mode="text")
     with pytest.raises(ValueError, match="the policy reads text, not messages: column 'prompt'"):
         next(iter(collector))
@@ -388,16 +393,15 @@ def test_a_sample_without_its_prompt_says_what_it_has() -> None:
     async def ask(prompt: Any, **kwargs: Any) -> TensorDictBase:
         raise AssertionError("nothing is asked")
 
-    episode = PromptEpisode("prompt", Rewards(by_answer))
+    episode = PromptEpisode("prompt", Rewards(by_answer), TOKENIZER)
     with pytest.raises(ValueError, match="the sample has no column 'prompt'; its columns are 'query'"):
         asyncio.run(episode(TensorDict(query="q0"), ask))
 
 
 # -- what rewards see -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("input_mode", "is_chat"), [("history", True), ("text", False)])
-@pytest.mark.parametrize("tokenizer", [None, TOKENIZER], ids=["", "tokenizer"])
+@pytest.mark.parametrize(("input_mode", "tokenizer"), [("history", TOKENIZER), ("text", PLAIN)], ids=["chat", "text"])
 def test_the_answer_its_ids_and_the_row(
-    engine: FakeAsyncVLLM, collector_of: Any, input_mode: str, is_chat: bool, tokenizer: Any
+    engine: FakeAsyncVLLM, collector_of: Any, input_mode: str, tokenizer: Any
 ) -> None:
     seen = []
 
@@ -407,11 +411,11 @@ def test_the_answer_its_ids_and_the_row(
         return 1.0
 
     rows = [{"prompt": "q0", "answer": 7, "tests": [1, [2]], "hint": None}]
-    episode = PromptEpisode("prompt", Rewards(judge), is_chat=is_chat, tokenizer=tokenizer)
+    episode = PromptEpisode("prompt", Rewards(judge), tokenizer)
     batch = next(iter(collector_of(engine, episode, rows, input_mode=input_mode)))
     for row in batch.unbind(0):
         ids = row["tokens"].response.tolist()
-        assert (TOKENIZER.decode(ids, skip_special_tokens=tokenizer is not None), ids) in seen
+        assert (TOKENIZER.decode(ids, skip_special_tokens=True), ids) in seen
 
 
 # -- what stands in the rows ------------------------------------------------------------------------------------------
@@ -425,7 +429,7 @@ def test_a_row_has_its_reward_and_what_it_is_made_of(engine: FakeAsyncVLLM, coll
     rewards = Rewards([by_answer, constant, silent], [1.0, 2.0, 3.0])
     rewards.check(load_prompts(ROWS).columns)
     answers = []
-    for batch in islice(collector_of(engine, PromptEpisode("prompt", rewards), ROWS), 6):
+    for batch in islice(collector_of(engine, PromptEpisode("prompt", rewards, TOKENIZER), ROWS), 6):
         for row in batch.unbind(0):
             answer = row["answer"]
             assert row["prompt"] == f"q{answer}" and row["next", "reward"].tolist() == [[answer + 1.0]]
@@ -448,7 +452,7 @@ def test_columns_named_as_rollouts_name_things_are_for_rewards_only(engine: Fake
         return 1.0
 
     plain, other = (
-        next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(judge)), [row])))[0]
+        next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(judge), TOKENIZER), [row])))[0]
         for row in ({"prompt": "q0", **dict.fromkeys(TAKEN)}, {"prompt": "q0", **taken})
     )
     assert taken in seen and set(plain.keys(True, True)) == set(other.keys(True, True))
@@ -456,14 +460,14 @@ def test_columns_named_as_rollouts_name_things_are_for_rewards_only(engine: Fake
 
 
 def test_held_out_prompts_are_rewarded_alike(engine: FakeAsyncVLLM, collector_of: Any) -> None:
-    episode = PromptEpisode("prompt", Rewards(by_answer))
+    episode = PromptEpisode("prompt", Rewards(by_answer), TOKENIZER)
     held_out = load_prompts((ROWS, ROWS[3:])).held_out_loader()
     turns = collector_of(engine, episode, ROWS).evaluate(episode, 3, dataloader=held_out)
     assert turns["answer"] == [3, 4, 5] and turns["rewards", "by_answer"].flatten().tolist() == [3.0, 4.0, 5.0]
 
 
 def test_an_episode_is_one_and_goes_to_another_process() -> None:
-    episode = PromptEpisode("prompt", Rewards("torchrl_moe.testing.arithmetic:exact_answer"))
+    episode = PromptEpisode("prompt", Rewards("torchrl_moe.testing.arithmetic:exact_answer"), TOKENIZER)
     copy = pickle.loads(pickle.dumps(episode))
     assert is_episode_function(copy)
     assert (copy.prompt_column, copy.rewards.names) == ("prompt", ["exact_answer"])
@@ -473,7 +477,9 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
     """Rows whose columns are lists of other lengths, messages, mappings or nothing, one beside the other."""
     other = {"prompt": TWO_MESSAGES, "answer": 9, "tests": [1, [2, None]], "case": {"x": [1]}}
     rows = [{"prompt": "q0", "answer": 0, "tests": [], "hint": "a"}, other]
-    batch = next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)))
+    batch = next(
+        iter(collector_of(engine, PromptEpisode("prompt", Rewards(by_answer), TOKENIZER), rows, groups_per_batch=2))
+    )
     sampler = SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=LazyStackStorage(4), sampler=sampler, batch_size=4, transform=GRPOAdvantage())
     buffer.extend(batch)
@@ -497,7 +503,12 @@ def test_a_plain_function_that_sleeps_costs_its_group_only(engine: FakeAsyncVLLM
 
     try:
         collector = collector_of(
-            engine, PromptEpisode("prompt", Rewards(sleeps)), ROWS, reward_timeout=2.0, max_failures=1, max_staleness=0
+            engine,
+            PromptEpisode("prompt", Rewards(sleeps), TOKENIZER),
+            ROWS,
+            reward_timeout=2.0,
+            max_failures=1,
+            max_staleness=0,
         )
         batches = list(islice(collector, 5))
         assert sorted({row["answer"] for batch in batches for row in batch.unbind(0)}) == [0, 2, 3, 4, 5]

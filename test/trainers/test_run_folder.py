@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from torchrl_moe.trainers.checkpoints import exchange, recover
-from torchrl_moe.trainers.config import ConfigError
-from torchrl_moe.trainers.run_record import RunLock
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.run_record import locked_folder
 
 
 def folder(path: Path, content: str) -> Path:
@@ -68,16 +68,15 @@ def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "run")
-    with pytest.raises(ConfigError, match="is used by another run"):
-        RunLock(tmp_path / "run")
-    lock.close()
-    lock.close()
-    RunLock(tmp_path / "run").close()
-    assert not list((tmp_path / "run").iterdir())
+    config = GRPOConfig(out=str(tmp_path / "run"))
+    with locked_folder(config), pytest.raises(ConfigError, match="is used by another run"), locked_folder(config):
+        pass
+    with locked_folder(config):
+        assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    config = GRPOConfig(out=str(tmp_path / "file" / "run"))
     with pytest.raises(ConfigError, match=r"out=.*/file/run cannot be written to: Not a directory"):
-        RunLock(tmp_path / "file" / "run")
+        locked_folder(config).__enter__()

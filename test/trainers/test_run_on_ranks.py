@@ -28,6 +28,7 @@ from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from support.waiting import until
 from torchrl_moe.cli.main import main
+from torchrl_moe.data.packed import unpack
 from torchrl_moe.errors import RankError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer
@@ -35,7 +36,7 @@ from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.config import Settings, as_dict
-from torchrl_moe.trainers.ranks import Placement, unpack
+from torchrl_moe.trainers.ranks import Placement
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,13 +27,13 @@ from torchrl_moe.trainers.run_record import (
     HealthMonitor,
     RunRecord,
     RunReports,
-    lock_folder,
+    locked_folder,
     make_loggers,
     open_record,
     refuse_older_run,
     summary,
 )
-from torchrl_moe.trainers.samples import batch_metrics, rewards_of, sample_rows
+from torchrl_moe.trainers.samples import batch_metrics, sample_rows
 
 
 class Logger:
@@ -167,7 +167,7 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
             row(9, 0.0, 6, 7),
         ]
     )
-    metrics = batch_metrics(sample_rows(batch), version=7)
+    metrics = batch_metrics(sample_rows(batch.unbind(0)), version=7)
     # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
     assert metrics == {
         "reward": 0.25, "reward_std": pytest.approx(0.1875**0.5), "uniform_groups": 0.5, "length": 4.0,
@@ -177,7 +177,7 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
 
 def test_rows_without_a_reward_are_refused_with_its_key() -> None:
     with pytest.raises(MissingEntryError, match=r"the rows have no reward: there is nothing at \('next', 'reward'\)"):
-        rewards_of([TensorDict({"next": {"done": torch.tensor([True])}})])
+        sample_rows([TensorDict({"next": {"done": torch.tensor([True])}})])
 
 
 def rows(**columns: list[Any]) -> list[dict[str, Any]]:
@@ -319,13 +319,13 @@ def test_a_folder_that_holds_a_run_is_refused_with_all_ways_out(config: GRPOConf
     file.parent.mkdir(parents=True)
     file.write_text("step\n0\n")
     ways = r"set resume=True to continue it, overwrite=True to replace it, or out to another folder"
-    for check in (refuse_older_run, lock_folder):
+    for check in (refuse_older_run, lambda given: locked_folder(given).__enter__()):
         with pytest.raises(ConfigError, match=rf"out=.* holds a run \(.*{name.split('/')[0][:5]}.*\): {ways}"):
             check(config)
     for way in ("resume", "overwrite"):
         setattr(config, way, True)
-        lock_folder(config).close()
-        setattr(config, way, False)
+        with locked_folder(config):
+            setattr(config, way, False)
     assert file.read_text() == "step\n0\n"
 
 
@@ -362,7 +362,8 @@ def test_what_is_not_a_runs_stays(config: GRPOConfig, tmp_path: Path, overwrite:
         file.parent.mkdir(parents=True)
         file.write_text("mine")
     config.overwrite = overwrite
-    lock_folder(config).close()
+    with locked_folder(config):
+        pass
     Checkpoints(tmp_path / "run" / "checkpoints", cast(Any, None), {}, keep=1)
     open_record(config, 0, None).begin()
     assert [file.read_text() for file in mine] == ["mine"] * 3
@@ -374,8 +375,9 @@ def test_a_file_that_no_run_has_written_is_not_replaced(config: GRPOConfig, tmp_
     (tmp_path / "run" / "config.yaml").write_text("steps: 3  # mine\n")
     if setting:
         setattr(config, setting, True)
-    with pytest.raises(ConfigError, match=r"out=.*run holds config.yaml, which no run has written .*: rename it, or"):
-        lock_folder(config)
+    written = r"out=.*run holds config.yaml, which no run has written .*: rename it, or"
+    with pytest.raises(ConfigError, match=written), locked_folder(config):
+        pass
 
 
 def test_a_record_continues_from_a_step(config: GRPOConfig, tmp_path: Path) -> None:

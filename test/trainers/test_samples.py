@@ -29,9 +29,7 @@ def test_another_rank_sends_its_part_of_the_weights_and_has_no_engine(tmp_path: 
     engine.sender.update_weights = update  # type: ignore[method-assign]
     engine.sync()
     engine.restore(5)
-    assert sent == ["weights", "weights"] and engine.policy is None and not engine.has_the_models_weights
-    engine.sleep()
-    engine.wake_up()
+    assert sent == ["weights", "weights"] and engine.policy is None and not engine.owns_engine
     engine.shutdown()
     engine.shutdown()
 
@@ -42,7 +40,8 @@ def group(*rewards: float) -> Any:
 
 def turns(*samples: list[float]) -> Any:
     rows = [(reward, turn == len(sample) - 1) for sample in samples for turn, reward in enumerate(sample)]
-    return lazy_stack([TensorDict({"group_id": 3, "next": {"reward": [[r]], "done": [end]}}) for r, end in rows])
+    ids = {"tokens": {"full": [1, 2], "response": [2]}, "policy_versions": {"full": [-1, 0]}}
+    return lazy_stack([TensorDict({"group_id": 3, "next": {"reward": [[r]], "done": [end]}, **ids}) for r, end in rows])
 
 
 def test_a_group_whose_rewards_differ_has_a_signal() -> None:

@@ -314,7 +314,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
         if self._failure is not None:
             raise self._failure
         with self._progress:
-            while not self._has_enough:
+            while not self._is_over and (self.total_dialog_turns < 0 or self._frames < self.total_dialog_turns):
                 try:
                     batch = self._take()
                 except _ShutDown:  # by another thread
@@ -337,10 +337,6 @@ class AsyncLLMCollector(FreeRunning, Reports):
         """What ended the collection, if not a shutdown."""
         error = self._rollouts.error
         return None if isinstance(error, _ShutDown) else error
-
-    @property
-    def _has_enough(self) -> bool:
-        return self._is_over or 0 <= self.total_dialog_turns <= self._frames
 
     def _take(self) -> TensorDictBase | None:
         """Wait for the next batch, and hand it over once, whatever interrupts.

@@ -24,7 +24,6 @@ from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream, StreamSta
 from torchrl_moe.collectors.reports import Reports
 from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.serving.service import GenerationService
 
 LOG = logging.getLogger(__name__)
 END = object()
@@ -78,11 +77,6 @@ def _one_env(env: EnvBase | Callable[[], EnvBase]) -> EnvBase:
             "played by AsyncLLMCollector"
         )
     return env
-
-
-def _engine_of(policy: Policy) -> GenerationService | None:
-    """Return the engine behind a policy; ``None`` for a policy that is not ours."""
-    return policy.engine if isinstance(policy, vLLMWrapper) else None
 
 
 # -- the data ---------------------------------------------------------------------------------------------------------
@@ -249,7 +243,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self._failure: BaseException | None = None
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
-        self._engine = _engine_of(policy)
+        self._engine = policy.engine if isinstance(policy, vLLMWrapper) else None  # of a policy that is ours
         if isinstance(policy, vLLMWrapper):
             _refuse_seed(policy)
             # rows carry the engine's versions, which TorchRL's transform would overwrite

@@ -18,8 +18,9 @@ from torchrl.collectors import BaseCollector
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_number, renamed
+from torchrl_moe.modules.policies.rollout import flat_samples
 from torchrl_moe.render.tables import data_frame, html_table, number_text, one_line, print_table
-from torchrl_moe.render.tokens import MOST_TOKENS, Color, TokenSample, read_samples, rows_of, show_token_samples
+from torchrl_moe.render.tokens import MOST_TOKENS, Color, TokenSample, read_samples, show_token_samples
 
 if TYPE_CHECKING:
     import pandas
@@ -93,7 +94,7 @@ class SampleReader:
 
         The deviation is the population's (divided by the number of rows). NaN if no row has a reward.
         """
-        rows = rows_of(batch)
+        rows = flat_samples(batch)
         is_padded = bool(rows) and self._is_padded(rows[0])  # one policy wrote all of them
         rewards = [reward for row in rows if (reward := _reward(row)) is not None] or [float("nan")]
         groups = {str(group) for row in rows if (group := _plain(row.get("group_id", None))) is not None}
@@ -358,7 +359,7 @@ class Reports(BaseCollector):
     def sample_cells(self, n: int, characters: int) -> tuple[str, list[tuple[str, ...]]]:
         """Return what :meth:`show_samples` prints: title, and rows with a text for each of ``SampleReader.COLUMNS``."""
         check_number("n", n, 1, whole=True)
-        rows = [] if self.record.batch is None else rows_of(self.record.batch)
+        rows = [] if self.record.batch is None else flat_samples(self.record.batch)
         title = (
             f"batch {self.record.batches - 1}, {min(n, len(rows))} of {len(rows)} samples" if rows else "no batch yet"
         )

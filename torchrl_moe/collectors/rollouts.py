@@ -671,16 +671,13 @@ class Rollouts:
     def fail(self, error: BaseException) -> None:
         """End with an error, which the trainer raises."""
         self.error = self.error or error
-        self._cancel_all()
+        for task in list(self._tasks.values()):
+            task.cancel()
         while self._asked:
             future = self._asked.popleft()
             if not future.done():
                 future.set_exception(self.error)
         self.wake()
-
-    def _cancel_all(self) -> None:
-        for task in list(self._tasks.values()):
-            task.cancel()
 
     async def stop(self, error: BaseException) -> None:
         """End all running work, with this error if there was none before."""

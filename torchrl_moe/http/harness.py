@@ -30,8 +30,7 @@ from torchrl_moe.http.sessions import Session
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import fields_of
 from torchrl_moe.modules.policies.prompts import Prompts, text_entry
-from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
+from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, sampling_params_of, vLLMWrapper
 
 LOG = logging.getLogger(__name__)
 MODEL = "policy"

@@ -6,12 +6,10 @@ import contextlib
 import logging
 import os
 import shutil
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,13 +32,9 @@ from torchrl.checkpoint import (
     StateDictCheckpointAdapter,
 )
 
+from torchrl_moe.collectors.environments import Threads
 from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.ranks import Ranks
-
-__all__ = [
-    "Checkpoints", "RandomNumbers", "TrainedState", "exchange", "recover", "steps_saved",
-]  # fmt: skip
-
 
 # a single process is intended here; the filter is global because the write runs in a thread
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -95,7 +89,11 @@ class TrainedState:
         self._check({name: tuple(kind.size) for name, kind in saved.items() if hasattr(kind, "size")})
         own = self._state()
         state: State = {
-            group: {name: _place_for(value) for name, value in values.items()} for group, values in own.items()
+            group: {
+                name: torch.empty(value.shape, dtype=value.dtype) if _is_packed(value) else value
+                for name, value in values.items()
+            }
+            for group, values in own.items()
         }
         load(state, checkpoint_id=folder, process_group=ranks.files, no_dist=ranks.size == 1)
         # of packed weights the whole was read: write this rank's part of it into the model
@@ -138,10 +136,6 @@ def _is_packed(value: object) -> TypeGuard[DTensor]:
         isinstance(placement, _StridedShard) and axes[place] not in axes[place + 1 :]  # else it is only split again
         for place, placement in enumerate(value.placements)
     )
-
-
-def _place_for(value: object) -> object:
-    return torch.empty(value.shape, dtype=value.dtype) if _is_packed(value) else value
 
 
 def _packed(whole: torch.Tensor, own: DTensor) -> DTensor:
@@ -192,6 +186,7 @@ class Checkpoints:
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
+        self._threads = Threads(1, "torchrl_moe-checkpoint")  # the process may end before a write does
         self._loaded: Path | None = None
         # partly written when a process was killed; what else is there is somebody else's
         left_over = chain.from_iterable(map(folder.glob, (".step-*", "..step-*", ".seen-*")))
@@ -240,7 +235,7 @@ class Checkpoints:
         draft = self.rotation.directory / f".step-{step:012d}.draft"
         fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
         if fits:
-            self._pending = _beside(partial(self._publish, self._trained.copy(self._ranks), draft, step))
+            self._pending = self._threads.submit(self._publish, self._trained.copy(self._ranks), draft, step)
 
     def _write_components(self, draft: Path, step: int, score: float) -> bool:
         shutil.rmtree(draft, ignore_errors=True)
@@ -327,20 +322,6 @@ def steps_saved(folder: Path) -> int:
     """Return after how many steps the newest checkpoint in a folder was made; 0 if there is none."""
     newest = CheckpointRotation(folder, keep_last=1, prefix="step").latest() if folder.is_dir() else None
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
-
-
-def _beside(work: Callable[[], bool]) -> Future[bool]:
-    """Run a function in a daemon thread: the process may end before it does."""
-    future: Future[bool] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="torchrl_moe-checkpoint", daemon=True).start()
-    return future
 
 
 def _warn(step: int, error: BaseException) -> None:

@@ -21,8 +21,6 @@ except ImportError as error:
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, Settings, as_dict
 from torchrl_moe.trainers.function_names import look_in
 
-__all__ = ["CONFIGS", "load_config", "saved_config"]
-
 CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
 """Settings that a checkpoint's weights, or its position in the data, depend on."""

@@ -23,12 +23,6 @@ from torchrl_moe._checks import LONGEST, is_number, shown
 if TYPE_CHECKING:
     from torchrl_moe.objectives import GRPOLoss
 
-__all__ = [
-    "CheckpointConfig", "ConfigError", "DataConfig", "EngineConfig", "EvalConfig", "GRPOConfig", "HardwareConfig",
-    "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig", "RolloutConfig",
-    "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "nearest", "setting",
-]  # fmt: skip
-
 
 # Dataclasses whose values are read by type and range, once, and whose names cannot be misspelt.
 T = TypeVar("T")
@@ -36,36 +30,8 @@ SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 """Texts that YAML, and so Hydra, reads as a switch."""
 MOST_BITS = 1000  # Python writes no integer of some thousand digits
 PLAIN = (bool, int, float, str, types.NoneType)
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """Which numbers are allowed: finite ones of a kind, within bounds. A bool is none, and neither is text.
-
-    >>> str(Number(int, least=1)), str(Number(above=0, most=1))
-    ('a whole number, at least 1', 'a number above 0 and at most 1')
-    >>> Number(int, least=1).holds(2.0), Number(int, least=1).holds(2), Number().holds(float("nan"))
-    (False, True, False)
-    """
-
-    kind: type[int] | type[float] = float
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-
-    def holds(self, value: object) -> TypeGuard[float]:
-        """Whether a value is such a number."""
-        is_whole = self.kind is int
-        fits = is_number(value, self.least, self.most, above=self.above, below=self.below, whole=is_whole)
-        # an integer may be larger than any float, such as 2**2000
-        return fits and abs(cast(float, value)) <= sys.float_info.max
-
-    def __str__(self) -> str:
-        limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        bounds = " and ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
-        comma = ", " if bounds.startswith("at") else " "
-        return f"{'a whole number' if self.kind is int else 'a number'}{comma if bounds else ''}{bounds}"
+BOUNDS = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+"""Bound of a number, as :func:`setting` takes it -> what a message says of it."""
 
 
 class ConfigError(ValueError):
@@ -231,20 +197,32 @@ def _read_flag(value: object, item: Field[object]) -> tuple[object, str]:
 def _read_text(value: object, item: Field[object]) -> tuple[object, str]:
     allowed: tuple[str, ...] = item.metadata.get("of", ())
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    text = str(text) if Number().holds(text) else text  # out=20261126, say, which a command line reads as a number
+    # out=20261126, say, which a command line reads as a number
+    text = str(text) if _is_number(text, float, {}) else text
     text = os.path.expanduser(text) if isinstance(text, str) else text  # out=~/runs, say
     fits = isinstance(text, str) and (text in allowed if allowed else text.strip() != "" and "\0" not in text)
     return (text if fits else MISSING), f"one of {', '.join(allowed)}" if allowed else "a text that is not empty"
 
 
 def _read_number(kind: type[int] | type[float], value: object, item: Field[object]) -> tuple[object, str]:
-    allowed = Number(kind, **item.metadata.get("bounds", {}))
+    limits: Mapping[str, float] = item.metadata.get("bounds", {})
+    bounds = " and ".join(f"{words} {limits[name]}" for name, words in BOUNDS.items() if name in limits)
+    comma = ", " if bounds.startswith("at") else " " * bool(bounds)
+    allowed = f"{'a whole number' if kind is int else 'a number'}{comma}{bounds}"
     if isinstance(value, str):
         try:
             value = kind(value)
         except ValueError:
-            return MISSING, str(allowed)
-    return (kind(value) if allowed.holds(value) else MISSING), str(allowed)
+            return MISSING, allowed
+    return (kind(value) if _is_number(value, kind, limits) else MISSING), allowed
+
+
+def _is_number(value: object, kind: type, limits: Mapping[str, float]) -> TypeGuard[float]:
+    """Whether a value is a finite number of a kind within limits; a bool is none, and neither is text."""
+    least, above, most, below = map(limits.get, BOUNDS)
+    fits = is_number(value, least, most, above=above, below=below, whole=kind is int)
+    # an integer may be larger than any float, such as 2**2000
+    return fits and abs(cast(float, value)) <= sys.float_info.max
 
 
 READERS: dict[object, Callable[[object, Field[object]], tuple[object, str]]] = {
@@ -775,9 +753,14 @@ def _check_sync(config: GRPOConfig) -> None:
 def _check_sampling(config: GRPOConfig) -> None:
     from torchrl_moe.modules.backends.sampling_fields import FIELDS, check_fields
     from torchrl_moe.modules.backends.transformers.answer import read_sampling
+    from torchrl_moe.modules.policies.prompts import template_options
     from torchrl_moe.modules.policies.rollout import refuse_changed_values
-    from torchrl_moe.modules.policies.wrapper_arguments import engine_arguments_of, sampling_params_of
+    from torchrl_moe.modules.policies.vllm_wrapper import engine_arguments_of, sampling_params_of
 
+    try:
+        template_options(config.chat_template_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of("chat_template_kwargs", error) from error
     # by TorchRL's names, then by vLLM's, then what a run itself depends on
     engine, given = engine_arguments_of(config.rollout.generate_kwargs())
     elsewhere = [name for name in engine if name != "on_resume"]

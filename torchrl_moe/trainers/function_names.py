@@ -13,8 +13,6 @@ from importlib import import_module, invalidate_caches
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_function", "import_users_module", "is_function_name", "look_in"]
-
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 

@@ -26,6 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.collectors.workflow import EnvLike
+from torchrl_moe.data.packed import pack, unpack
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
@@ -34,13 +35,13 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, nearest
 from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.learner import Learner, advantages, in_rows, minibatches
 from torchrl_moe.trainers.policy_model import ModelLike, RolloutEngine, check_arguments, starting_model
-from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, pack, resumes_after_restart, shares, unpack
+from torchrl_moe.trainers.ranks import Placement, join_ranks, launch_of, resumes_after_restart, shares
 from torchrl_moe.trainers.run_record import (
     HealthMonitor,
     Progress,
     RunRecord,
     RunReports,
-    lock_folder,
+    locked_folder,
     make_loggers,
     open_record,
     refuse_older_run,
@@ -57,8 +58,6 @@ from torchrl_moe.trainers.samples import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-__all__ = ["Hooks", "MoEGRPOTrainer", "StepClock", "finishing"]
 
 
 class StepClock:
@@ -317,7 +316,7 @@ class MoEGRPOTrainer(RunReports):
             self.source = RolloutSource(None, None)
             if ranks.is_first:
                 self.source = RolloutSource.of(config, self.policy_model.tokenizer, given)
-                made.callback(lock_folder(config).close)
+                made.enter_context(locked_folder(config))
             self.learner = Learner(actor, self.policy_model, config, self.placement)
             made.callback(self.learner.shutdown)
             self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine, is_first=ranks.is_first)
@@ -378,7 +377,7 @@ class MoEGRPOTrainer(RunReports):
             self.record = open_record(config, self.steps_done, self.rollout_engine.start)
         else:
             self.record = RunRecord(folder, "", is_kept=False)  # rank 0 writes it
-        started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
+        started_from_it = self.ranks.from_first(self.rollout_engine.owns_engine, "the engine's weights")
         # an engine that is lent, or that started from older weights, gets the trainer's before it answers
         if self.steps_done or not started_from_it:
             self.rollout_engine.restore(self._restored_version)
@@ -436,8 +435,10 @@ class MoEGRPOTrainer(RunReports):
         # collect: rank 0 has the answers, with the experts that the engine chose
         with clock("generate"):
             collected = self._collected()
-        if collected is not None:
-            self._let_engine_sleep()
+        # the trainer may need the engine's memory, which cannot evaluate meanwhile
+        if collected is not None and config.engine.sleep:
+            self.evaluation.wait()
+            self.rollout_engine.engine.sleep()
         with clock("score"):
             # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
             metrics: dict[str, float] = {}
@@ -481,17 +482,11 @@ class MoEGRPOTrainer(RunReports):
             self._batches = None  # an iterator that has raised is at its end; the collector may not be
             raise
 
-    def _let_engine_sleep(self) -> None:
-        """Free the engine's memory for the trainer, if so configured; it cannot evaluate meanwhile."""
-        if self.config.engine.sleep:
-            self.evaluation.wait()
-        self.rollout_engine.sleep()
-
     def _prepare(self, batch: TensorDictBase) -> tuple[TensorDictBase, dict[str, float]]:
         """Return a whole batch with advantages, and its metrics."""
         config = self.config
         version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
-        rows = sample_rows(batch)
+        rows = sample_rows(batch.unbind(0))
         metrics = batch_metrics(rows, version)
         if config.log.samples:
             self.record.add_samples(self.steps_done, batch, config.log.samples)
@@ -562,7 +557,8 @@ class MoEGRPOTrainer(RunReports):
             self.ranks.meet("weight sync", patient=True)
             self.rollout_engine.sync()
             self._unsynced = 0
-        self.rollout_engine.wake_up()
+        if self.config.engine.sleep:
+            self.rollout_engine.engine.wake_up()
 
     def _record(self, metrics: dict[str, float]) -> None:
         """Write and show the step's metrics, and warn of what they show."""

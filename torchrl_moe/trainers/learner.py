@@ -29,13 +29,6 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, OptimConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Placement, Ranks
 
-__all__ = [
-    "Learner", "Reference", "RolloutScores", "TokenStepper", "advantages", "build_loss", "build_reference", "by_mesh",
-    "clip_gradients", "in_rows", "learning_rate", "lengths_of", "micro_batches", "micro_batches_of_ranks",
-    "minibatches", "total_norm",
-]  # fmt: skip
-
-
 LOG = logging.getLogger(__name__)
 
 
@@ -398,7 +391,8 @@ class _Found:
     ) -> None:
         """Add a micro-batch: its scores, entropies, and scores by the live router."""
         self.metrics.update(part, log_probs, version=version)
-        known = _sampled(part, log_probs)
+        sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+        known = sampled.isfinite().to(log_probs.device)
         self.entropy += float(spread[known].sum())
         self.tokens += float(known.sum())
         if unaided is not None:
@@ -432,11 +426,6 @@ class _Found:
 def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
     # no percentile is needed; a row of several turns has tokens between them that nothing sampled
     return MismatchMetrics(sample_size=1, thresholds=thresholds, masking_strategy="rlhf")
-
-
-def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:
-    sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
-    return sampled.isfinite().to(log_probs.device)
 
 
 # The loss, the advantages and the reference that a configuration names.

@@ -27,15 +27,10 @@ from torchrl_moe.trainers.ranks import check_axes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 try:
-    from rich.console import Console
+    from rich.console import Console as Console  # the command line draws with it too
     from rich.table import Table as RichTable
 except ImportError as error:
     raise ImportError("the trainer's tables need rich: pip install 'torchrl_moe[train]'") from error
-
-__all__ = [
-    "ENGINE", "FLOAT32", "HOST", "TRAINER", "UPDATE", "Console", "ModelSizes", "PlanRow", "RunPlan", "activation_bytes",
-    "compute_dtype", "longest", "model_config_of", "of_trainer", "over", "ranks_of_host", "shards", "share_of",
-]  # fmt: skip
 
 
 class Table(RichTable):
@@ -669,13 +664,9 @@ def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str
     if config.placement.cpu_offload:
         yield "placement.cpu_offload: ranks gather weights over gloo, as fast as TCP between them is, on one host too"
     if config.engine.sleep:
-        devices = max(hardware.trainer_gpus, of_engine)
-        yield f"{_gpus(devices)} in all: engine and trainer take turns (engine.sleep=true)"
+        devices, how = max(hardware.trainer_gpus, of_engine), "engine and trainer take turns (engine.sleep=true)"
     else:
         devices = hardware.trainer_gpus + of_engine
-        yield f"{_gpus(devices)} in all: {hardware.trainer_gpus} for the trainer, {of_engine} for the engine"
+        how = f"{hardware.trainer_gpus} for the trainer, {of_engine} for the engine"
+    yield f"{devices} GPU{'s' * (devices != 1)} in all: {how}"
     yield "not counted: what CUDA, NCCL and torch's allocator keep for themselves, 1 to 3 GB a GPU"
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU" + "s" * (count != 1)

@@ -27,11 +27,10 @@ from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_tokenizer, check_weights
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.policies.probe import is_router
-from torchrl_moe.modules.policies.prompts import reads_chats, template_options
+from torchrl_moe.modules.policies.prompts import reads_chats
 from torchrl_moe.modules.policies.transformers_wrapper import check_vocabulary
 from torchrl_moe.modules.policies.unstack import ModelWeights, base_model, has_adapters
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.launch import devices_of_trainer, ranks_here
@@ -46,11 +45,6 @@ from torchrl_moe.weight_update.source import is_first
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-__all__ = [
-    "ModelLike", "PolicyModel", "RolloutEngine", "check_arguments", "check_room", "engine_arguments", "new_start",
-    "prepared", "starting_model", "starts",
-]  # fmt: skip
 
 
 ATTENTION = [
@@ -413,26 +407,15 @@ class RolloutEngine:
         self.start = policy_model.start
         # three kinds of engines: given (left alone), joined (left at the end), its own (started and shut down)
         self._joins_engine = is_first and engine is None and config.engine.connect is not None
-        self._owns_engine = is_first and engine is None and not self._joins_engine
-        # all that the configuration may have wrong, before an engine is started
-        setting = "engine.sync"
-        try:
-            scheme = VLLMWeightSyncScheme(**config.engine.sync)
-            setting = "rollout.sampling"
-            sampling_params_of(config.rollout.generate_kwargs())
-            setting = "chat_template_kwargs"
-            options = template_options(config.chat_template_kwargs)
-        except (TypeError, ValueError) as error:
-            raise ConfigError.of(setting, error) from error
+        self.owns_engine = is_first and engine is None and not self._joins_engine
+        self.sender = VLLMWeightSyncScheme(**config.engine.sync).create_sender()
         self.policy = None
         if not is_first:
-            self.sender = scheme.create_sender()
             self.sender.register_model(policy_model.model)
             return
         is_chat = reads_chats(policy_model.tokenizer)
         if not is_chat:
             LOG.warning("the tokenizer has no chat template: prompts are sent as they are, without roles or markers")
-        self.sender = scheme.create_sender()
         done = steps_saved(folder / "checkpoints") if config.resume else 0
         try:
             self.engine = self._start(folder, done) if engine is None else engine
@@ -442,7 +425,7 @@ class RolloutEngine:
             raise
         # the engine runs: from here on a mistake ends it again
         try:
-            if done and not self._owns_engine:  # it may be as fresh as a new one
+            if done and not self.owns_engine:  # it may be as fresh as a new one
                 self.engine.set_seed(seed_after(config.seed, done))
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)
@@ -450,7 +433,7 @@ class RolloutEngine:
                 self.engine,
                 tokenizer=policy_model.tokenizer,
                 input_mode="history" if is_chat else "text",
-                chat_template_kwargs=options,
+                chat_template_kwargs=config.chat_template_kwargs,
                 generate_kwargs=config.rollout.generate_kwargs(),
                 return_routed_experts=None if config.loss.replay == "R3" else False,  # nothing else reads them
             )
@@ -494,11 +477,6 @@ class RolloutEngine:
             shutil.rmtree(self.start, ignore_errors=True)
 
     @property
-    def has_the_models_weights(self) -> bool:
-        """Whether the engine was started from this model, as it was at that time."""
-        return self._owns_engine
-
-    @property
     def dtype(self) -> str:
         """Torch's name of what the engine computes in; empty if it does not say."""
         return next((str(info.dtype) for info in self.engine.infos if info is not None), "")
@@ -523,20 +501,10 @@ class RolloutEngine:
             LOG.warning("replica %s does not hold version %s: %s", replica, report.version, reason)
         return report
 
-    def sleep(self) -> None:
-        """Give the GPU's memory to the trainer, if the run is configured so."""
-        if self.config.engine.sleep:
-            self.engine.sleep()
-
-    def wake_up(self) -> None:
-        """Take the GPU's memory back for the engine."""
-        if self.config.engine.sleep:
-            self.engine.wake_up()
-
     def shutdown(self) -> None:
         """End the weight sync, and the engine if this object started it. Idempotent."""
         self.sender.shutdown()
-        if self._owns_engine:
+        if self.owns_engine:
             self.engine.shutdown()
         elif self._joins_engine:
             self.engine.disconnect()

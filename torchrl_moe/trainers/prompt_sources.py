@@ -26,12 +26,6 @@ from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.modules.policies.prompts import options_of, plain_message
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 
-__all__ = [
-    "HELD_OUT_SPLITS", "PromptSet", "Row", "Rows", "check_reasoning_task", "is_path", "is_reasoning_task",
-    "load_prompts", "read_source", "reasoning_rows", "reasoning_score",
-]  # fmt: skip
-
-
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
@@ -102,7 +96,7 @@ def _lines(file: Path) -> Iterator[Row]:
             except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                 raise ValueError(f"{file}, line {number}: not JSON ({error}){_way(file)}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: must be an object, got {_shown(row)}{_way(file)}")
+                raise ValueError(f"{file}, line {number}: must be an object, got {shown(row)}{_way(file)}")
             yield row
 
 
@@ -111,11 +105,6 @@ def _way(file: Path) -> str:
     return (
         "; each line is one object" if is_lines else "; files are JSON Lines: read others yourself, and give the rows"
     )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # -- objects
@@ -166,14 +155,14 @@ def _rows(found: Any, name: str) -> Rows:
             raise ValueError(f"{name} is a streamed dataset, whose rows cannot be indexed: load it without streaming")
         return found
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-        raise ValueError(f"prompts must be {KINDS}; got {_shown(found)}")
+        raise ValueError(f"prompts must be {KINDS}; got {shown(found)}")
     if hasattr(found, "to_dict") and hasattr(found, "columns"):
         raise ValueError(f"{name} is no list of rows: give its to_dict('records')")
     rows = list(found)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             example = "a mapping of columns, such as {'prompt': text}"
-            raise ValueError(f"{name}: row {place} must be {example}, got {_shown(row)}")
+            raise ValueError(f"{name}: row {place} must be {example}, got {shown(row)}")
     return rows
 
 
@@ -399,19 +388,16 @@ def reasoning_score(completion: Any, answer: Any, task: str, metadata: str) -> f
     try:
         return float(scorer(given, entry))
     except NOT_READ as error:
-        _note_unread(task, shown(given), f"{type(error).__name__}: {error}")
+        if task not in _UNREAD:
+            _UNREAD.add(task)
+            LOG.warning(
+                "the scorer of %s cannot read %s (%s: %s): the reward is 0, here and for all such answers",
+                *(task, shown(given), type(error).__name__, error),
+            )
         return 0.0
 
 
 _UNREAD: set[str] = set()
-
-
-def _note_unread(task: str, given: str, error: str) -> None:
-    if task not in _UNREAD:
-        _UNREAD.add(task)
-        LOG.warning(
-            "the scorer of %s cannot read %s (%s): the reward is 0, here and for all such answers", task, given, error
-        )
 
 
 def _row(entry: Mapping[str, Any], task: str, instruction: str, chat: bool) -> dict[str, Any]:

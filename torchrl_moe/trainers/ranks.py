@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import inspect
-import io
 import os
-import pickle
 import re
 import time
 import uuid
@@ -17,11 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     Store,
@@ -39,12 +35,6 @@ from torchrl_moe.weight_update.options import SwapOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = [
-    "Placement", "RankGroup", "Ranks", "Rendezvous", "attempt_of", "balanced", "check_axes", "check_placement",
-    "decoder_layers", "is_launched", "join_ranks", "launch_of", "local_rank", "may_restart", "note_launch", "pack",
-    "resumes_after_restart", "shares", "unpack",
-]  # fmt: skip
 
 
 # Which ranks were started together: ``torchrun`` keeps its store when it starts them again.
@@ -262,39 +252,6 @@ def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorD
     rows = list(places.values())
     parts = balanced(list(loads.values()), count, at_least)
     return [batch[sorted(place for group in part for place in rows[group])] for part in parts]
-
-
-# A batch as bytes, for another rank: ten times faster than pickling it directly, tensor by tensor.
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays, because torch would make an archive of each."""
-
-    def reducer_override(self, obj: object) -> Any:
-        """Return how to rebuild a plain tensor; everything else is pickled as usual."""
-        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
-            return NotImplemented
-        # a clone: of a view, only what it shows is packed
-        dense = obj.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return _tensor, (dense.flatten().view(torch.uint8).numpy(), dense.dtype, dense.shape)
-
-
-def _tensor(content: NDArray[np.uint8], dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.from_numpy(content).view(dtype).view(shape)
-
-
-def pack(batch: object) -> bytes:
-    """Return a batch as bytes; tensors of a device come back on the CPU, without gradients.
-
-    >>> unpack(pack({"ids": torch.tensor([3, 5]), "text": "a"}))
-    {'ids': tensor([3, 5]), 'text': 'a'}
-    """
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(batch)
-    return stream.getvalue()
-
-
-def unpack(content: bytes) -> Any:
-    """Return what :func:`pack` was given."""
-    return pickle.loads(content)
 
 
 # What ``torchrun`` tells a rank: in its environment, and through the store that it keeps.

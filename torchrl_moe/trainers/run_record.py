@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-__all__ = [
-    "COLUMNS", "HealthMonitor", "Progress", "Row", "RunLock", "RunRecord", "RunReports", "lock_folder", "make_loggers",
-    "open_record", "refuse_older_run", "summary",
-]  # fmt: skip
-
 
 LOG = logging.getLogger(__name__)
 
@@ -143,7 +138,7 @@ class RunRecord:
 
     def column(self, name: str) -> list[float]:
         """Return the filled cells of a column."""
-        return [float(row[name]) for row in self.rows if row.get(name, "") != ""]
+        return _column(self.rows, name)
 
     def _read(self) -> list[Row]:
         if not self.metrics.exists():
@@ -196,6 +191,11 @@ def _package_versions() -> dict[str, str]:
     return found
 
 
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return the filled cells of a column."""
+    return [float(row[name]) for row in rows if row.get(name, "") != ""]
+
+
 def _number(text: str) -> float | str:
     if text == "":
         return ""
@@ -233,38 +233,6 @@ def what_a_run_left(folder: Path) -> str:
 
 
 # The run's folder: locked by the process that writes it, and refused if it holds another run.
-class RunLock:
-    """Keeps a second run out of a folder, until it is closed or its process ends.
-
-    A file system without locks (some NFS mounts) keeps nobody out.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._folder: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise ConfigError(f"out={folder} cannot be written to: {error.strerror}") from error
-        if not os.access(folder, os.W_OK):
-            self.close()
-            raise ConfigError(f"out={folder} cannot be written to: it is read-only")
-        # a lock of the folder itself, so that nothing is written into it before the first step
-        try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(f"out={folder} is used by another run: name another folder, or end that run") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-
-    def close(self) -> None:
-        """Let the next run in. Idempotent."""
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            os.close(folder)
-
-
 def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
     """Refuse a folder that holds a run, unless it is to be continued or replaced.
 
@@ -292,15 +260,33 @@ def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
         raise ConfigError(f"overwrite=True would remove the model {source}, which is in out={out}: copy it elsewhere")
 
 
-def lock_folder(config: GRPOConfig) -> RunLock:
-    """Lock a run's folder, and refuse one that holds another run: see :func:`refuse_older_run`."""
-    lock = RunLock(Path(config.out))
+@contextlib.contextmanager
+def locked_folder(config: GRPOConfig) -> Iterator[None]:
+    """Keep a second run out of a run's folder, and refuse one that holds another run: see :func:`refuse_older_run`.
+
+    A file system without locks (some NFS mounts) keeps nobody out.
+    """
+    folder = Path(config.out)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"out={folder} cannot be written to: {error.strerror}") from error
+    try:
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"out={folder} cannot be written to: it is read-only")
+        # a lock of the folder itself, so that nothing is written into it before the first step
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out={folder} is used by another run: name another folder, or end that run") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
         refuse_older_run(config)
-    except ConfigError:
-        lock.close()
-        raise
-    return lock
+        yield
+    finally:
+        os.close(opened)
 
 
 def make_loggers(config: GRPOConfig) -> list[Logger]:
@@ -376,19 +362,15 @@ class HealthMonitor:
         return new
 
 
-def _values(rows: Rows, name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name, "") not in ("", None)]
-
-
 def _recent(rows: Rows, name: str) -> float | None:
     """Return the mean of the last steps, once there are enough of them."""
-    values = _values(rows, name)[-RECENT:]
+    values = _column(rows, name)[-RECENT:]
     return statistics.mean(values) if len(values) == RECENT else None
 
 
 def _signs(rows: Rows) -> Iterator[tuple[str, str]]:
     """Yield the name of each sign that a run's rows show, and what to say of it."""
-    entropy, reward, norms = (_values(rows, name) for name in ("entropy", "reward", "grad_norm"))
+    entropy, reward, norms = (_column(rows, name) for name in ("entropy", "reward", "grad_norm"))
     if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
         yield (
             "entropy",
@@ -498,14 +480,14 @@ def summary(rows: Rows, held_out: float | None) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     reward = _column(rows, "reward")
-    first, last = _mean(reward[:END_STEPS]), _mean(reward[-END_STEPS:])
+    first, last = statistics.mean(reward[:END_STEPS]), statistics.mean(reward[-END_STEPS:])
     table.add_row(f"mean rollout reward, first and last {END_STEPS} steps", f"{first:.2f} -> {last:.2f}")
     if held_out is not None:
         start = "".join(f"{value:.2f} -> " for value in _column(rows, "held_out_reward")[:1])
         table.add_row("held-out problems, greedy, start and end", f"{start}{held_out:.2f}")
     for phase in PHASES:
         if seconds := _column(rows, f"seconds_{phase}"):
-            table.add_row(f"seconds per step, {phase}", f"{_mean(seconds):.3f}")
+            table.add_row(f"seconds per step, {phase}", f"{statistics.mean(seconds):.3f}")
     _add_mismatch(table, rows)
     return table
 
@@ -515,21 +497,13 @@ def _add_mismatch(table: Table, rows: Rows) -> None:
     live, agreement = _column(rows, "dlogp_live"), _column(rows, "agreement")
     if not live or not agreement:
         return
-    before, after = _mean(live), _mean(_column(rows, "dlogp_mean"))
+    before, after = statistics.mean(live), statistics.mean(_column(rows, "dlogp_mean"))
     removed = 1 - after / before if before else 0.0
     table.add_section()
     table.add_row("mean |log-prob, trainer - engine|, live router", f"{before:.1e}")
     table.add_row("... with the engine's experts replayed", f"{after:.1e}")
-    table.add_row("rows where the live router agrees with the engine", f"{_mean(agreement):.1%}")
+    table.add_row("rows where the live router agrees with the engine", f"{statistics.mean(agreement):.1%}")
     table.add_row(f"replay {'removes' if removed >= 0 else 'adds'}", f"{abs(removed):.0%} of the mismatch")
-
-
-def _column(rows: Rows, name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name, "") != ""]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 class RunReports:

@@ -12,7 +12,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -33,8 +33,7 @@ from torchrl_moe.modules.policies.prompts import (
     template_of,
     template_options,
 )
-from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import ARGUMENTS
+from torchrl_moe.modules.policies.vllm_wrapper import ARGUMENTS, vLLMWrapper
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.prompt_sources import (
@@ -48,11 +47,6 @@ from torchrl_moe.trainers.prompt_sources import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-__all__ = [
-    "Evaluation", "Given", "PromptEpisode", "Reward", "RewardFunction", "Rewards", "RolloutSource", "SampleRow",
-    "SignalFilter", "batch_metrics", "make_collector", "rewards_of", "sample_rewards", "sample_rows",
-]  # fmt: skip
 
 
 LOG = logging.getLogger(__name__)
@@ -118,10 +112,6 @@ class Rewards:
         for name, weight in zip(names, self.weights, strict=True):
             if not math.isfinite(weight):
                 raise ValueError(f"the weight of the reward function {name!r} must be finite, got {weight}")
-
-    def __repr__(self) -> str:
-        terms = (f"{weight:g} * {name}" for name, weight in zip(self.names, self.weights, strict=True))
-        return f"{type(self).__name__}({' + '.join(terms)})"
 
     @property
     def names(self) -> list[str]:
@@ -309,7 +299,7 @@ class PromptEpisode:
     >>> def polite(completion):
     ...     return float("please" in completion)
     >>> prompts = load_prompts([{"prompt": "Ask for tea."}])  # doctest: +SKIP
-    >>> episode = PromptEpisode("prompt", Rewards(polite))
+    >>> episode = PromptEpisode("prompt", Rewards(polite), tokenizer)  # doctest: +SKIP
     >>> collector = AsyncLLMCollector(episode, policy=policy, dataloader=prompts.loader(0))  # doctest: +SKIP
     """
 
@@ -317,15 +307,11 @@ class PromptEpisode:
         self,
         prompt_column: str,
         rewards: Rewards,
-        *,
-        is_chat: bool = True,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
     ) -> None:
-        self.prompt_column = prompt_column
-        self.rewards = rewards
-        self.is_chat = is_chat
-        self.tokenizer = tokenizer
+        self.prompt_column, self.rewards = prompt_column, rewards
+        self.tokenizer, self.is_chat = tokenizer, reads_chats(tokenizer)
         self.skip_special_tokens = skip_special_tokens
 
     async def __call__(self, data: TensorDictBase, ask: Ask) -> float | None:
@@ -337,7 +323,10 @@ class PromptEpisode:
             del data[name]
         answer = await ask(prompt)
         ids = answer["tokens"].response.tolist()
-        reward = await self.rewards(prompt, self._completion(answer, ids), ids, columns)
+        # the end of the turn is no part of the answer, even where special tokens are shown
+        spoken = ids[:-1] if ids and ids[-1] == getattr(self.tokenizer, "eos_token_id", None) else ids
+        text: str = self.tokenizer.decode(spoken, skip_special_tokens=self.skip_special_tokens)
+        reward = await self.rewards(prompt, text, ids, columns)
         for name, value in reward.values.items():
             data["rewards", name] = torch.tensor([float("nan") if value is None else value])
         return reward.total
@@ -350,18 +339,6 @@ class PromptEpisode:
         if not self.is_chat and not isinstance(prompt, str):
             raise ValueError(f"the policy reads text, not messages: column {self.prompt_column!r} is {prompt!r:.60}")
         return prompt
-
-    def _completion(self, answer: TensorDictBase, ids: list[int]) -> str:
-        if self.tokenizer is not None:
-            # the end of the turn is no part of the answer, even where special tokens are shown
-            end = getattr(self.tokenizer, "eos_token_id", None)
-            spoken = ids[:-1] if ids and ids[-1] == end else ids
-            text: str = self.tokenizer.decode(spoken, skip_special_tokens=self.skip_special_tokens)
-        elif self.is_chat:
-            text = answer["history"].response.content[0]
-        else:
-            text = answer["text"].response
-        return text
 
 
 # The prompts and rewards, for training and for held-out evaluation.
@@ -502,8 +479,7 @@ class RolloutSource:
         episode = PromptEpisode(
             config.data.prompt,
             rewards,
-            is_chat=reads_chats(tokenizer),
-            tokenizer=tokenizer,
+            tokenizer,
             skip_special_tokens=config.rollout.sampling.get("skip_special_tokens", True),
         )
         return cls._with_prompts(config, episode, prompts)
@@ -614,16 +590,16 @@ class SampleRow:
     group: int
     reward: float
     ends: bool
-    tokens: int = 0
-    answered: int = 0
-    is_cut: bool = False
-    sampled: int = 0
-    versions: int = 0
-    named: Mapping[str, float] = field(default_factory=dict)
+    tokens: int
+    answered: int
+    is_cut: bool
+    sampled: int
+    versions: int
+    named: Mapping[str, float]
 
 
-def rewards_of(rows: Iterable[TensorDictBase]) -> list[SampleRow]:
-    """Read groups and rewards alone.
+def sample_rows(rows: Iterable[TensorDictBase]) -> list[SampleRow]:
+    """Read the rows of a batch.
 
     Raises:
         MissingEntryError: a row has no reward.
@@ -636,21 +612,13 @@ def rewards_of(rows: Iterable[TensorDictBase]) -> list[SampleRow]:
                 "the rows have no reward: there is nothing at ('next', 'reward'). Give the environment a transform "
                 "that writes it, or the trainer a dataset and rewards"
             )
-        ends = bool(row.get(("next", "done")).any())
-        found.append(SampleRow(int(row.get("group_id")), float(reward.sum()), ends))
-    return found
-
-
-def sample_rows(batch: TensorDictBase) -> list[SampleRow]:
-    """Read all rows of a batch, ``[B]``."""
-    rows = batch.unbind(0)
-    found = []
-    for row, rewarded in zip(rows, rewards_of(rows), strict=True):
         versions, named = row.get(("policy_versions", "full")), row.get("rewards", None)
         known = versions[versions >= 0]
         found.append(
-            replace(
-                rewarded,
+            SampleRow(
+                group=int(row.get("group_id")),
+                reward=float(reward.sum()),
+                ends=bool(row.get(("next", "done")).any()),
                 tokens=len(row.get(("tokens", "full"))),
                 answered=len(row.get(("tokens", "response"))),
                 is_cut="finish_reason" in row.keys() and row["finish_reason"] == "length",  # noqa: SIM118
@@ -711,7 +679,7 @@ class SignalFilter:
     def __call__(self, group: TensorDictBase) -> bool:
         """Whether the samples of a group, ``[rows]``, have different rewards, each the sum of its turns'."""
         # one warning for each so many in a row: a run that waits for groups looks as if it hung
-        rewards = {reward for one in sample_rewards(rewards_of(group.unbind(0))) for reward in one}
+        rewards = {reward for one in sample_rewards(sample_rows(group.unbind(0))) for reward in one}
         self._left_out = 0 if len(rewards) > 1 else self._left_out + 1
         if self._left_out and self._left_out % self._limit == 0:
             LOG.warning(

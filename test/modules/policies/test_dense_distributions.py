@@ -10,14 +10,14 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
-from torchrl_moe.modules.policies.scoring_wrapper import DenseDistributions
+from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.objectives.batch import TokenReader
 
 FULL, ATTENTION, ASSISTANT = ("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 WORDS = 5
 
 
-class Wrapper(DenseDistributions):
+class Wrapper(ScoringWrapper):
     """Its logits are ever the same."""
 
     tokens_key, masks_key = "tokens", "masks"

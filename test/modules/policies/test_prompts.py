@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,16 +238,16 @@ def asked() -> TensorDict:
 
 
 def test_a_template_is_the_one_named_or_the_tokenizers_own() -> None:
-    assert SOURCE.template() == TOKENIZER.chat_template
-    assert replace(SOURCE, chat_template="mine").template() == "mine"
-    assert "<tool_response>" in str(replace(SOURCE, chat_template_name="qwen").template())
-    assert replace(SOURCE, chat_template="{{ messages[0].content }}!").prompts([asked()]).texts == ["hi!"]
+    assert SOURCE._template() == TOKENIZER.chat_template
+    assert source_of("history", chat_template="mine")._template() == "mine"
+    assert "<tool_response>" in str(source_of("history", chat_template_name="qwen")._template())
+    assert source_of("history", chat_template="{{ messages[0].content }}!")._prompts([asked()]).texts == ["hi!"]
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = {"default": "d", "tool_use": "t"}
-    several = replace(SOURCE, tokenizer=tokenizer)
-    assert (several.template(), several.template([{"name": "f"}])) == ("d", "t")
+    several = source_of("history", tokenizer=tokenizer)
+    assert (several._template(), several._template([{"name": "f"}])) == ("d", "t")
     own_way = SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"])
-    assert replace(SOURCE, tokenizer=own_way).template() is None
+    assert source_of("history", tokenizer=own_way)._template() is None
 
 
 def test_no_template_is_ever_invented() -> None:
@@ -256,27 +255,27 @@ def test_no_template_is_ever_invented() -> None:
     tokenizer.chat_template = None
     tokenizer.name_or_path = "qwen"  # TorchRL would take its own of that family
     for one in (tokenizer, SimpleNamespace()):
-        source = replace(SOURCE, tokenizer=one)
+        source = source_of("history", tokenizer=one)
         with pytest.raises(ValueError, match=r"no chat template.*pass chat_template=.* or use input_mode='text'"):
-            source.prompts([asked()])
+            source._prompts([asked()])
     tokenizer.chat_template = {"rag": "r", "tool_use": "t"}
     with pytest.raises(ValueError, match="the chat templates rag, tool_use and no 'default': pass chat_template="):
-        replace(SOURCE, tokenizer=tokenizer).prompts([asked()])
+        source_of("history", tokenizer=tokenizer)._prompts([asked()])
     with pytest.raises(ValueError, match="chat_template_name='mine' must be one of TorchRL's: chatml_format, "):
-        replace(SOURCE, chat_template_name="mine").prompts([asked()])
+        source_of("history", chat_template_name="mine")._prompts([asked()])
 
 
 SEEN = "{{ [messages[0].content, tools, thinking, style] | tojson }}"
 
 
 def test_each_sample_may_change_what_the_template_gets() -> None:
-    source = replace(SOURCE, chat_template=SEEN, chat_template_kwargs={"thinking": True, "style": "plain"})
+    source = source_of("history", chat_template=SEEN, chat_template_kwargs={"thinking": True, "style": "plain"})
     samples = [asked(), asked(), asked()]
     samples[1]["chat_template_kwargs"] = NonTensorData({"thinking": False})
     samples[1]["tools"] = NonTensorData([{"name": "f"}])
     samples[2]["tools"] = NonTensorData('[{"name": "g"}]')
     samples[2]["chat_template_kwargs"] = NonTensorData(None)
-    assert [json.loads(text) for text in source.prompts(samples).texts] == [
+    assert [json.loads(text) for text in source._prompts(samples).texts] == [
         ["hi", None, True, "plain"],
         ["hi", [{"name": "f"}], False, "plain"],
         ["hi", [{"name": "g"}], True, "plain"],
@@ -284,7 +283,7 @@ def test_each_sample_may_change_what_the_template_gets() -> None:
     with set_list_to_stack(True):
         batch = TensorDict(history=ChatHistory(prompt=History.from_chats([CHAT] * 2)), batch_size=[2])
         batch["tools"] = [[{"name": "f"}], [{"name": "g"}, {"name": "h"}]]
-        texts = source.prompts(list(batch.unbind(0))).texts
+        texts = source._prompts(list(batch.unbind(0))).texts
     assert [[tool["name"] for tool in json.loads(text)[1]] for text in texts] == [["f"], ["g", "h"]]
 
 
@@ -303,4 +302,4 @@ def test_what_is_not_for_a_template_is_refused(entry: str, value: Any, message: 
     sample = asked()
     sample[entry] = NonTensorData(value)
     with pytest.raises((TypeError, ValueError), match=message):
-        SOURCE.prompts([sample])
+        SOURCE._prompts([sample])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +14,6 @@ from torchrl.modules.llm.policies import ChatHistory, Tokens
 from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences, refuse_other_tokens
-from torchrl_moe.testing import ByteTokenizer
-
-SOURCE = source_of("text", "full")
-CHATS = replace(SOURCE, input_mode="history", input_key=("history", "full"))
 
 
 def one_chat(*turns: str) -> TensorDict:
@@ -44,7 +40,7 @@ ANSWERS = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
 def test_a_template_without_marks_says_where_it_puts_the_assistants_words(
     template: str, turns: list[str], said: str
 ) -> None:
-    found = encode(one_chat(*turns), replace(CHATS, chat_template=template))
+    found = encode(one_chat(*turns), source_of("history", "full", chat_template=template))
     (ids,), (mask,) = found.ids, found.assistant or []
     assert TOKENIZER.decode(ids[mask]) == said
     after = found.texts[0].index(";") + len(";assistant:")  # the first question ends before
@@ -53,9 +49,9 @@ def test_a_template_without_marks_says_where_it_puts_the_assistants_words(
 
 def test_words_that_a_template_changes_are_not_guessed_at() -> None:
     thoughts = one_chat("hi", "<think>no</think>yo")
-    found = encode(thoughts, replace(CHATS, chat_template=ANSWERS))
+    found = encode(thoughts, source_of("history", "full", chat_template=ANSWERS))
     assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
-    found = encode(one_chat("hi", "yo"), replace(CHATS, chat_template_name="qwen"))
+    found = encode(one_chat("hi", "yo"), source_of("history", "full", chat_template_name="qwen"))
     assert found.texts[0].startswith("<|im_start|>system\nYou are a helpful assistant.")
     assert TOKENIZER.decode(found.ids[0][found.assistant[0]]) == "yo"
 
@@ -82,9 +78,8 @@ PAD, END = 256, 258
 
 def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> list[int]:
     sample = TensorDict(ids=torch.tensor(ids), **entries)
-    tokenizer = ByteTokenizer()
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    given = replace(source_of("tokens"), input_key="ids", pad=pad, tokenizer=tokenizer)
+    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=end)
+    given = source_of("tokens", input_key="ids", tokenizer=tokenizer if pad is not None else None)
     (one,) = read_sequences([sample], given)
     assert one.ids.tolist() == ids
     return one.mask.int().tolist()

@@ -11,7 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.policies.wrapper_arguments import (
+from torchrl_moe.modules.policies.vllm_wrapper import (
     engine_arguments_of,
     overridden,
     request_arguments,
@@ -45,8 +45,8 @@ def test_what_is_the_engines_is_taken_out_of_the_sampling_parameters() -> None:
         ({"generate": False, "temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"generate": False, "num_samples": 2}, "num_samples=2 is for generation"),
         ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
-        ({"temperature": 0.5}, "temperature is for scoring, generate=False"),
-        ({"pad_output": 1}, "pad_output must be a boolean, got 1"),
+        ({"temperature": 0.5}, "temperature=0.5 is for scoring"),
+        ({"pad_output": 1}, "pad_output must be .*, got 1"),
         ({"input_mode": "image"}, "must be one of"),
         ({"pad_model_input": True}, "without padding"),
         ({"layout": 3}, "layout must be None"),
@@ -101,8 +101,8 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
 ) -> None:
     with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
         scoring = vLLMWrapper(engine, **{"input_mode": "tokens", "generate": False, **arguments})
-        assert scoring.scorer.replay == replay
-        assert scoring.get_new_version(generate=True).scorer is None
+        assert scoring.replay == replay
+        assert scoring.get_new_version(generate=True).replay is None
 
 
 def test_routes_are_kept_if_there_are_any_and_a_tokenizer_is_the_engines_unless_one_is_given() -> None:

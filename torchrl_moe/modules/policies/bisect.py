@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["Bisection", "EngineTrace", "OperationGap", "bisect_mismatch"]
 
 Outputs: TypeAlias = Mapping[str, NDArray[np.float32]]
 """Operation -> what left it, ``[rows, width]``, in order of execution."""

@@ -17,11 +17,6 @@ from torchrl_moe.modules.policies.scoring import RECORDED, read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
-__all__ = [
-    "Causes", "DtypeGap", "Kinds", "LiveScores", "Mismatch", "ReplayProbe", "causes_of", "dtype_gaps", "gaps_table",
-    "is_router", "live_scores", "probe_replay", "router_advice",
-]  # fmt: skip
-
 Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
 """Checkpoint name -> (dtype, shape), as ``get_model_metadata`` returns it of a model and of an engine."""
 

@@ -17,34 +17,13 @@ from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, Text
 
+from torchrl_moe._checks import check_bool
 from torchrl_moe._compat_transformers import chat_template_named
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "NAMES",
-    "Chat",
-    "PolicyWrapper",
-    "Prompts",
-    "Source",
-    "WrapperOptions",
-    "goes_on_from",
-    "history_entry",
-    "known_ids",
-    "no_distribution",
-    "options_of",
-    "plain_message",
-    "prompts_from_chats",
-    "prompts_from_text",
-    "prompts_from_tokens",
-    "reads_chats",
-    "require_key",
-    "template_of",
-    "template_options",
-    "text_entry",
-]
 
 IN_HISTORY = ("role", "content", "tool_calls")
 """Entries of a message that a ``History`` has fields for."""
@@ -266,7 +245,7 @@ def history_entry(chat: Chat, content: str) -> ChatHistory:
     return ChatHistory(prompt=prompt, response=lazy_stack([response]), full=full)
 
 
-# The prompts of a batch, read from the keys that a wrapper's arguments name.
+# The further arguments of a chat template, of a wrapper and of a row, and the template itself.
 
 
 OPTIONS, TOOLS = "chat_template_kwargs", "tools"
@@ -276,73 +255,6 @@ NOT_THE_TEMPLATES = (
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
 )  # fmt: skip
 """Arguments of ``apply_chat_template`` that are set here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where text comes from, and how it becomes tokens: a wrapper's arguments of these names."""
-
-    input_mode: str
-    input_key: NestedKey
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer_kwargs: dict[str, object]
-    chat_template: str | None
-    chat_template_name: str | None
-    attention_mask_key: NestedKey
-    tokens_key: NestedKey
-    masks_key: NestedKey
-    prefer_tokens: bool
-    pad: int | None
-    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
-
-    def template(self, tools: object = None) -> str | None:
-        """Return the chat template to render with, see :func:`template_of`."""
-        return template_of(self.tokenizer, self.chat_template, self.chat_template_name, tools)
-
-    def options(self, sample: TensorDictBase) -> dict[str, object]:
-        """Return the further arguments of the chat template for a sample, see :func:`options_of`."""
-        return options_of(self.chat_template_kwargs, {key: _plain(sample.get(key, None)) for key in (OPTIONS, TOOLS)})
-
-    def text_of(self, chat: Chat, sample: TensorDictBase) -> str:
-        """Return the text that a sample's chat is rendered to, with a generation prompt."""
-        options = self.options(sample)
-        return chat.rendered(self.tokenizer, self.template(options.get("tools")), options)
-
-    def prompts(self, samples: Sequence[TensorDictBase]) -> Prompts:
-        """Read a prompt from each sample, batch size ``[]``."""
-        require_key(samples, self.input_key, self.input_mode)
-        stack = lazy_stack(list(samples))
-        if self.input_mode == "tokens":
-            return prompts_from_tokens(stack, self.input_key, self._mask_key(samples), self.pad)
-        if self.input_mode == "text":
-            return prompts_from_text(stack.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
-        # tokens of an earlier turn, or the caller's own, where they come before the rendered text
-        known = None
-        if self.prefer_tokens:
-            mask = (self.masks_key, "all_attention_mask")
-            known = [known_ids(one, self.tokens_key, one.get(mask, None), self.pad) for one in samples]
-        # then every chat is rendered by its own options
-        chats = [Chat.of(one.get(self.input_key), self.input_key, self._answered(one)) for one in samples]
-        texts = [self.text_of(chat, sample) for chat, sample in zip(chats, samples, strict=True)]
-        return prompts_from_chats(chats, texts, self.tokenizer, known)
-
-    def _answered(self, sample: TensorDictBase) -> str | None:
-        """Return the text of a previous turn's answer, if the sample has its tokens: without the end of the turn."""
-        ids = known_ids(sample, self.tokens_key, None, self.pad).get("response")
-        if ids is None:
-            return None
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        text: str = self.tokenizer.decode(ids[:-1] if ids and ids[-1] == end else ids, skip_special_tokens=False)
-        return text
-
-    def _mask_key(self, samples: Sequence[TensorDictBase]) -> NestedKey:
-        """Return the key of the prompts' mask: after an earlier turn, ``"masks"`` cover more than the prompt."""
-        key = (self.masks_key, "all_attention_mask")
-        masks = [sample.get(key, None) for sample in samples]
-        shapes = [sample.get(self.input_key).shape for sample in samples]
-        # a mask of prompt and response is of an earlier turn
-        fits = all(mask is not None and mask.shape == shape for mask, shape in zip(masks, shapes, strict=True))
-        return key if fits else self.attention_mask_key
 
 
 def require_key(samples: Sequence[TensorDictBase], key: NestedKey, input_mode: str) -> None:
@@ -435,6 +347,7 @@ def _plain(value: object) -> object:
 # What both wrappers are made of: their common arguments, and what TorchRL's code reads of them besides ``forward``.
 
 
+INPUT_MODES = ("history", "text", "tokens")
 NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
 """The entries of a sample whose keys are arguments, ``history_key`` and so on."""
 
@@ -482,6 +395,9 @@ class WrapperOptions:
 
     def check_common(self, instead: str) -> None:
         """Refuse what both wrappers refuse, before a model is loaded."""
+        check_bool("pad_output", self.pad_output)
+        if self.input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {self.input_mode!r}")
         template_options(self.chat_template_kwargs)
         if self.chat_template_name is not None:
             chat_template_named(self.chat_template_name)
@@ -490,6 +406,31 @@ class WrapperOptions:
                 raise ValueError(f"{name} must be None, got {value!r}: calls are not joined here; {instead}")
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+        if not self.generate:
+            self._check_scoring()
+
+    def _check_scoring(self) -> None:
+        if self.return_log_probs is False:
+            raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
+        if self.input_mode != "tokens" and self.replay not in (None, "none"):
+            raise ValueError(
+                f"replay={self.replay!r} with input_mode={self.input_mode!r}: text may be encoded to other tokens than "
+                "those that were sampled and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the "
+                "rollout, or replay='none'"
+            )
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def changed(self, changes: Mapping[str, object], reset: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of a new version; ``reset`` are those that mean nothing to it."""
+        before = vars(self)
+        if unknown := sorted(set(changes) - set(before)):
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        follow = dict.fromkeys(reset)
+        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
+        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
+            follow["input_key"] = None
+        return {**before, **follow, **changes}
 
 
 class PolicyWrapper(LLMWrapperBase):
@@ -513,6 +454,8 @@ class PolicyWrapper(LLMWrapperBase):
     chat_template: str | None
     chat_template_name: str | None
     prefer_tokens: bool
+    tokenizer_kwargs: dict[str, object]
+    chat_template_kwargs: dict[str, object]
     return_log_probs: bool
     return_routed_experts: bool
     history_key: str
@@ -547,7 +490,7 @@ class PolicyWrapper(LLMWrapperBase):
         self.out_keys += [self.log_probs_key] if self.return_log_probs else []
         self.out_keys += [self.history_key] if self.return_history else []
         if self.input_mode == "history":
-            self._source.template()  # raises if there is none
+            self._template()  # raises if there is none
 
     @property
     def _pad(self) -> int | None:
@@ -555,23 +498,53 @@ class PolicyWrapper(LLMWrapperBase):
         pad: int | None = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
 
-    @property
-    def _source(self) -> Source:
-        """The source of prompts, made at each call: attributes may have been set since the last one."""
-        return Source(
-            input_mode=self.input_mode,
-            input_key=self.input_key,
-            tokenizer=self.tokenizer,
-            tokenizer_kwargs=self.tokenizer_kwargs,
-            attention_mask_key=self.attention_mask_key,
-            chat_template=self.chat_template,
-            chat_template_name=self.chat_template_name,
-            prefer_tokens=self.prefer_tokens,
-            tokens_key=self.tokens_key,
-            masks_key=self.masks_key,
-            pad=self._pad,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+    def _template(self, tools: object = None) -> str | None:
+        """Return the chat template to render with, see :func:`template_of`."""
+        return template_of(self.tokenizer, self.chat_template, self.chat_template_name, tools)
+
+    def _template_options(self, sample: TensorDictBase) -> dict[str, object]:
+        """Return the further arguments of the chat template for a sample, see :func:`options_of`."""
+        return options_of(self.chat_template_kwargs, {key: _plain(sample.get(key, None)) for key in (OPTIONS, TOOLS)})
+
+    def _prompts(self, samples: Sequence[TensorDictBase]) -> Prompts:
+        """Read a prompt from each sample, batch size ``[]``."""
+        require_key(samples, self.input_key, self.input_mode)
+        stack = lazy_stack(list(samples))
+        if self.input_mode == "tokens":
+            return prompts_from_tokens(stack, self.input_key, self._mask_key(samples), self._pad)
+        if self.input_mode == "text":
+            return prompts_from_text(stack.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
+        # tokens of an earlier turn, or the caller's own, where they come before the rendered text
+        known = None
+        if self.prefer_tokens:
+            mask = (self.masks_key, "all_attention_mask")
+            known = [known_ids(one, self.tokens_key, one.get(mask, None), self._pad) for one in samples]
+        # then every chat is rendered by its own options
+        chats = [Chat.of(one.get(self.input_key), self.input_key, self._answered(one)) for one in samples]
+        options = [self._template_options(sample) for sample in samples]
+        texts = [
+            chat.rendered(self.tokenizer, self._template(given.get(TOOLS)), given)
+            for chat, given in zip(chats, options, strict=True)
+        ]
+        return prompts_from_chats(chats, texts, self.tokenizer, known)
+
+    def _answered(self, sample: TensorDictBase) -> str | None:
+        """Return the text of a previous turn's answer, if the sample has its tokens: without the end of the turn."""
+        ids = known_ids(sample, self.tokens_key, None, self._pad).get("response")
+        if ids is None:
+            return None
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        text: str = self.tokenizer.decode(ids[:-1] if ids and ids[-1] == end else ids, skip_special_tokens=False)
+        return text
+
+    def _mask_key(self, samples: Sequence[TensorDictBase]) -> NestedKey:
+        """Return the key of the prompts' mask: after an earlier turn, ``"masks"`` cover more than the prompt."""
+        key = (self.masks_key, "all_attention_mask")
+        masks = [sample.get(key, None) for sample in samples]
+        shapes = [sample.get(self.input_key).shape for sample in samples]
+        # a mask of prompt and response is of an earlier turn
+        fits = all(mask is not None and mask.shape == shape for mask, shape in zip(masks, shapes, strict=True))
+        return key if fits else self.attention_mask_key
 
     def _stacked(self, answers: Sequence[TensorDictBase], batch: Sequence[int], samples: int | None) -> TensorDictBase:
         """Return answers in the batch size of their prompts, with a last dimension if there are several to each."""

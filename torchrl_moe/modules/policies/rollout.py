@@ -21,22 +21,6 @@ from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_prefix, worst_resume
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, leaves_ids_out
 
-__all__ = [
-    "SAMPLING",
-    "RolloutKeys",
-    "answer_tensordict",
-    "check_earlier_turn",
-    "check_prompts",
-    "flat_samples",
-    "pad_answers",
-    "pad_sampling",
-    "refuse_changed_values",
-    "repeated",
-    "sampling_entry",
-    "stack_answers",
-]
-
-
 # The entry ``"sampling"`` of a rollout, which records how it was sampled: the temperature and the kept tokens.
 #
 # Letters: P prompt tokens, G response tokens, T = P + G.
@@ -287,7 +271,10 @@ def stack_answers(answers: Sequence[TensorDictBase], shape: Sequence[int]) -> Te
 def pad_answers(
     answers: Sequence[TensorDictBase], pad_token_id: int, keys: RolloutKeys, shape: Sequence[int]
 ) -> TensorDict:
-    """Stack answers densely to batch size ``shape``: prompts padded left, responses right, ``full`` on both sides."""
+    """Stack answers densely to batch size ``shape``: prompts padded left, responses right, ``full`` on both sides.
+
+    Sequences without a prompt and a response, such as those that are only scored, are padded left.
+    """
     # a padded log-prob is 0, as in TorchRL: NaN there would poison a masked mean
     pads = {
         keys.tokens: pad_token_id,
@@ -296,8 +283,9 @@ def pad_answers(
         keys.routed_experts: UNSET_EXPERT,
         "policy_versions": NO_VERSION,
     }
-    prompts = [len(answer.get((keys.tokens, "prompt"))) for answer in answers]
     totals = [len(answer.get((keys.tokens, "full"))) for answer in answers]
+    firsts = [answer.get((keys.tokens, "prompt"), None) for answer in answers]
+    prompts = [total if first is None else len(first) for first, total in zip(firsts, totals, strict=True)]
     batch = [len(answers)]
     padded = TensorDict(batch_size=batch)
     for key in answers[0].keys():  # noqa: SIM118  a TensorDict iterates over its batch

@@ -23,26 +23,6 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
 from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules.replay.router_replay import OnBadRoutes
 
-__all__ = [
-    "RECORDED",
-    "UNUSED",
-    "Layout",
-    "ScoringBatch",
-    "align",
-    "has_recorded",
-    "missing",
-    "no_routes",
-    "note_routing",
-    "pad_left",
-    "read_batch",
-    "read_routes",
-    "read_rows",
-    "row_width",
-    "samples_of",
-    "token_scores",
-    "write_recorded",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:

@@ -32,18 +32,6 @@ from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.modules.replay.router_replay import evaluating
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 
-__all__ = [
-    "UNSAID",
-    "SampledFrom",
-    "ScoringModel",
-    "Selection",
-    "parts_by_temperature",
-    "read_sampling",
-    "says_nothing",
-    "unwrap",
-]
-
-
 # The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept tokens.
 #
 # Letters: B samples, T tokens of the longest, N tokens to score, M token ids kept of all of them, V vocabulary.
@@ -97,19 +85,6 @@ class SampledFrom:
                 mask = dense_mask(kept.ids.to(logits.device), kept.sizes.to(logits.device), logits.shape[-1])
                 logits[i, logits.shape[1] - length :].masked_fill_(~mask, least)
         return logits
-
-
-def parts_by_temperature(temperature: float | Tensor) -> Iterator[tuple[float, Tensor | None]]:
-    """Yield each temperature, and a mask, bool ``[N]``, of its tokens; ``None`` for all. Without tokens, yield 1.
-
-    >>> list(parts_by_temperature(0.5))
-    [(0.5, None)]
-    """
-    if isinstance(temperature, float) or not len(temperature):
-        yield temperature if isinstance(temperature, float) else 1.0, None
-        return
-    for value in temperature.unique().tolist():
-        yield value, temperature == value
 
 
 def says_nothing(td: TensorDictBase, log_probs: NestedKey) -> int | None:
@@ -186,10 +161,11 @@ class Selection:
 
     def parts(self) -> tuple[list[tuple[float, Selection]], Tensor | None]:
         """Return a selection per temperature, and each token's position in all of them, ``[N]``; ``None`` for one."""
+        if isinstance(self.temperature, float) or not len(self.temperature):
+            return [(self.temperature if isinstance(self.temperature, float) else 1.0, self)], None
         found, places = [], []
-        for value, part in parts_by_temperature(self.temperature):
-            if part is None:
-                return [(value, self)], None
+        for value in self.temperature.unique().tolist():
+            part = self.temperature == value
             kept = None if self.kept is None else select_rows(*self.kept, part)
             found.append(
                 (value, replace(self, rows=self.rows[part], tokens=self.tokens[part], temperature=value, kept=kept))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompts import (
     Chat,
     PolicyWrapper,
-    Source,
     no_distribution,
     prompts_from_text,
     require_key,
@@ -69,144 +67,6 @@ from torchrl_moe.modules.replay.router_replay import OnBadRoutes, Packing, Route
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "DenseDistributions",
-    "Encoded",
-    "FullSequence",
-    "ScoringWrapper",
-    "encode",
-    "log_prob_entry",
-    "mask_entry",
-    "pad_scored",
-    "read_sequences",
-    "refuse_other_tokens",
-    "scored_tensordict",
-    "token_entry",
-    "without_pads",
-]
-
-
-# ``get_dist`` and its masked variants: the dense distributions that TorchRL's stock losses ask a wrapper for.
-#
-# They hold logits ``[B, T, V]``. Our losses call ``score``, which makes none.
-
-
-class DenseDistributions(PolicyWrapper):
-    """The part of a wrapper that answers TorchRL's losses."""
-
-    @abstractmethod
-    def _batch(self, td: TensorDictBase) -> ScoringBatch:
-        """Return the tokens of ``td``."""
-
-    @abstractmethod
-    def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        """Return ``[B, T, V]``: row t holds the logits of token t's own distribution."""
-
-    def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
-        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` selects."""
-        if mask_key is None:
-            return self._masked_dist(td, None)
-        mask = read_rows(td, mask_key, False, self._batch(td).lengths)
-        if mask is None:
-            raise missing(td, mask_key)
-        return self._masked_dist(td, mask)
-
-    def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:
-        batch = self._batch(td)
-        if mask is not None and mask.shape != batch.mask.shape:
-            raise ValueError(f"the mask has shape {list(mask.shape)}, the padded tokens have {list(batch.mask.shape)}")
-        keep = batch.scored if mask is None else mask.to(batch.mask.device).bool() & batch.scored
-        return LLMMaskedCategorical(logits=self._token_logits(td, batch), mask=keep)
-
-    def get_dist(
-        self,
-        tensordict: TensorDictBase,
-        tensordict_out: None = None,
-        logits_key: NestedKey = "logits",
-        mask_key: NestedKey | None = None,
-        as_padded_tensor: bool | None = None,
-        as_nested_tensor: bool | None = None,
-        padding_value: float | None = None,
-        padding_side: str = "left",
-        layout: torch.layout | None = None,
-    ) -> LLMMaskedCategorical:
-        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` selects.
-
-        They are dense and padded on the left, and nothing is written. The other arguments exist for compatibility with
-        TorchRL, and must not request anything else.
-
-        Raises:
-            KeyError: there is no mask at ``mask_key``.
-            ValueError: another layout was requested.
-        """
-        _check_dense(logits_key, padding_side)
-        if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
-            raise ValueError(
-                "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
-                "as_padded_tensor out"
-            )
-        if padding_value not in (None, 0.0) or layout not in (None, torch.strided):
-            raise ValueError(f"pads are masked out and dense, got padding_value={padding_value}, layout={layout}")
-        return self._dist(tensordict, mask_key)
-
-    def _get_dist_with_prompt_mask(
-        self,
-        tensordict: TensorDictBase,
-        tokens_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        assistant_mask_key: NestedKey | None = None,
-        attention_mask_key: NestedKey | None = None,
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        """Return the distributions of the tokens after the prompt or, without a prompt, of the assistant's tokens."""
-        # without a prompt, all that the assistant said counts
-        prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
-        if prompts is None:
-            return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
-        _check_dense(logits_key, padding_side)
-        batch = self._batch(tensordict)
-        rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
-        mask = pad_left(rows, False)
-        if attention_mask_key is not None:
-            attended = read_rows(tensordict, attention_mask_key, False, batch.lengths)
-            mask = mask if attended is None else mask & attended.bool().to(mask.device)
-        return self._masked_dist(tensordict, mask)
-
-    def _get_dist_with_assistant_mask(
-        self,
-        tensordict: TensorDictBase,
-        assistant_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
-        return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
-
-    def _get_dist_with_attention_mask(
-        self,
-        tensordict: TensorDictBase,
-        attention_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
-        return self._dist(tensordict, attention_mask_key)
-
-    def _get_dist_with_custom_mask(
-        self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
-    ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
-        return self._masked_dist(tensordict, mask)
-
-
-def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
-    """Refuse options of TorchRL's masked distributions that are not supported here."""
-    if padding_side != "left" or logits_key != "logits":
-        raise ValueError(
-            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
-            f"logits_key={logits_key!r}"
-        )
-
 
 # Text and chats as the tokens that a scorer reads, and as the entries that it writes beside their log-probs.
 
@@ -229,36 +89,40 @@ class Encoded:
         return lazy_stack([Text(full=text) for text in self.texts])
 
 
-def encode(td: TensorDictBase, source: Source) -> Encoded:
+def encode(td: TensorDictBase, wrapper: PolicyWrapper) -> Encoded:
     """Read the full text or chat of each sample, and encode it."""
-    require_key(td.unbind(0), source.input_key, source.input_mode)
-    if source.input_mode == "text":
-        found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
+    require_key(td.unbind(0), wrapper.input_key, wrapper.input_mode)
+    if wrapper.input_mode == "text":
+        found = prompts_from_text(td.get(wrapper.input_key), wrapper.tokenizer, wrapper.tokenizer_kwargs)
         return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
-    key = source.input_key
-    chats = [_rendered(Chat.of(one.get(key), key).history, source, source.options(one)) for one in td.unbind(0)]
+    key = wrapper.input_key
+    chats = [
+        _rendered(Chat.of(one.get(key), key).history, wrapper, wrapper._template_options(one)) for one in td.unbind(0)
+    ]
     masks = [mask for _, mask, _ in chats if mask is not None]
     return Encoded(
         [ids for ids, _, _ in chats], [text for _, _, text in chats], masks if len(masks) == len(chats) else None
     )
 
 
-def _rendered(history: History, source: Source, options: Mapping[str, object]) -> tuple[Tensor, Tensor | None, str]:
+def _rendered(
+    history: History, wrapper: PolicyWrapper, options: Mapping[str, object]
+) -> tuple[Tensor, Tensor | None, str]:
     """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
     # render by the wrapper's template, then compare with the one that TorchRL guesses
-    template = source.template(options.get("tools"))
-    ids, assistant, text = _rendered_by(template, history, source, options)
-    if template is not None and source.chat_template is None and source.chat_template_name is None:
+    template = wrapper._template(options.get("tools"))
+    ids, assistant, text = _rendered_by(template, history, wrapper, options)
+    if template is not None and wrapper.chat_template is None and wrapper.chat_template_name is None:
         # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
-        others, guessed, _ = _rendered_by(None, history, source, options)
+        others, guessed, _ = _rendered_by(None, history, wrapper, options)
         assistant = guessed if torch.equal(ids, others) else assistant
     return ids, assistant, text
 
 
 def _rendered_by(
-    template: str | None, history: History, source: Source, options: Mapping[str, object]
+    template: str | None, history: History, wrapper: PolicyWrapper, options: Mapping[str, object]
 ) -> tuple[Tensor, Tensor | None, str]:
-    how = {"tokenizer": source.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
+    how = {"tokenizer": wrapper.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
     text = history.apply_chat_template(**how)
     marked = template is None or MARKS.search(template) is not None
     # without markers TorchRL takes the first occurrence of the text, which may be in a question
@@ -267,7 +131,7 @@ def _rendered_by(
     )
     ids = tokens.get("input_ids").long()
     if not marked:
-        return ids, _spoken(history.tolist(tolist_first=True), source.tokenizer, template, text, ids, options), text
+        return ids, _spoken(history.tolist(tolist_first=True), wrapper.tokenizer, template, text, ids, options), text
     mask = tokens.get("assistant_masks", None)
     return ids, None if mask is None else mask.bool(), text
 
@@ -395,39 +259,39 @@ class FullSequence:
     history: History | None = None
 
 
-def read_sequences(samples: Sequence[TensorDictBase], source: Source) -> list[FullSequence]:
+def read_sequences(samples: Sequence[TensorDictBase], wrapper: PolicyWrapper) -> list[FullSequence]:
     """Read a sequence from each sample, batch size ``[]``.
 
-    Tokens have the mask that is at ``source.masks_key``, or else at ``source.attention_mask_key``. Without one, padding
-    at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
+    Tokens have the mask that is at the wrapper's ``masks_key``, or else at its ``attention_mask_key``. Without one,
+    padding at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
     """
-    if source.input_mode == "tokens":
-        require_key(samples, source.input_key, source.input_mode)
-        return [_tokens(sample, source, i) for i, sample in enumerate(samples)]
+    if wrapper.input_mode == "tokens":
+        require_key(samples, wrapper.input_key, wrapper.input_mode)
+        return [_tokens(sample, wrapper, i) for i, sample in enumerate(samples)]
     stack = lazy_stack(list(samples))
-    encoded = encode(stack, source)
+    encoded = encode(stack, wrapper)
     spoken: Sequence[Tensor | None] = encoded.assistant or [None] * len(encoded.ids)
     chats: Sequence[History | None] = [None] * len(encoded.ids)
-    if source.input_mode == "history":
-        chats = list(stack.get(source.input_key).unbind(0))
+    if wrapper.input_mode == "history":
+        chats = list(stack.get(wrapper.input_key).unbind(0))
     return [
         FullSequence(ids, torch.ones_like(ids, dtype=torch.bool), assistant, text, chat)
         for ids, assistant, text, chat in zip(encoded.ids, spoken, encoded.texts, chats, strict=True)
     ]
 
 
-def _tokens(sample: TensorDictBase, source: Source, position: int) -> FullSequence:
-    ids = sample.get(source.input_key)
-    for key in ((source.masks_key, "all_attention_mask"), source.attention_mask_key):
+def _tokens(sample: TensorDictBase, wrapper: PolicyWrapper, position: int) -> FullSequence:
+    ids = sample.get(wrapper.input_key)
+    for key in ((wrapper.masks_key, "all_attention_mask"), wrapper.attention_mask_key):
         mask = None if key is None else sample.get(key, None)
         if mask is not None and mask.shape != ids.shape:
             raise ValueError(
-                f"sample {position}: {key!r} has shape {list(mask.shape)} and {source.input_key!r} {list(ids.shape)}: "
+                f"sample {position}: {key!r} has shape {list(mask.shape)} and {wrapper.input_key!r} {list(ids.shape)}: "
                 "both must have been cut or padded alike, or take the mask out"
             )
         if mask is not None:
             return FullSequence(ids, _checks.as_mask(f"sample {position}: {key!r}", mask))
-    return FullSequence(ids, _real(ids, source.pad, getattr(source.tokenizer, "eos_token_id", None)))
+    return FullSequence(ids, _real(ids, wrapper._pad, getattr(wrapper.tokenizer, "eos_token_id", None)))
 
 
 def _real(ids: Tensor, pad: int | None, end: int | None) -> Tensor:
@@ -460,29 +324,7 @@ def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[s
     return TensorDict(source)
 
 
-def pad_scored(scored: Sequence[TensorDictBase], pad_token_id: int, keys: Mapping[str, NestedKey]) -> TensorDict:
-    """Stack what is written of several sequences densely, batch size ``[B]``: tokens padded on the left, and all
-    else.
-    """
-    batch = [len(scored)]
-    padded = TensorDict(batch_size=batch)
-    for name, kind, value in (("tokens", Tokens, pad_token_id), ("masks", Masks, False), ("log_probs", LogProbs, 0.0)):
-        rows = [one.get(keys[name]) for one in scored]
-        leaves = [leaf for leaf in ("full", "all_attention_mask", "all_assistant_mask") if _has(rows[0], leaf)]
-        entry = {leaf: pad_left([row.get(leaf) for row in rows], value) for leaf in leaves}
-        padded.set(keys[name], kind(**entry, padded=True, batch_size=batch))
-    for name in ("text", "history"):
-        rows = [one.get(keys[name], None) for one in scored]
-        if rows[0] is not None:
-            padded.set(keys[name], lazy_stack(rows))
-    return padded
-
-
-def _has(entry: TensorDictBase, leaf: str) -> bool:
-    return entry.get(leaf, None) is not None
-
-
-class ScoringWrapper(DenseDistributions):
+class ScoringWrapper(PolicyWrapper):
     """Scores tokens with a transformers model.
 
     A subclass sets the attributes below, from arguments of the same names.
@@ -596,7 +438,7 @@ class ScoringWrapper(DenseDistributions):
 
     def _tokenize(self, td: TensorDictBase) -> None:
         """Write the tokens of chats or text into a batch ``[B]``, with the text that they were made from."""
-        encoded = encode(td, self._source)
+        encoded = encode(td, self)
         refuse_other_tokens(td, self.tokens_key, encoded.ids)
         # the text, or the chat, stands beside the tokens that it became
         read = td.get(self.input_key)
@@ -752,3 +594,110 @@ class ScoringWrapper(DenseDistributions):
         for layer, logits in zip(self._router_layers, given, strict=True):
             out[:, :, layer] = layout.read(logits.reshape(layout.shape.numel(), -1))
         return out
+
+    # -- get_dist and its masked variants, which TorchRL's stock losses call: they hold logits [B, T, V] ---------------
+
+    def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
+        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` selects."""
+        if mask_key is None:
+            return self._masked_dist(td, None)
+        mask = read_rows(td, mask_key, False, self._batch(td).lengths)
+        if mask is None:
+            raise missing(td, mask_key)
+        return self._masked_dist(td, mask)
+
+    def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:
+        batch = self._batch(td)
+        if mask is not None and mask.shape != batch.mask.shape:
+            raise ValueError(f"the mask has shape {list(mask.shape)}, the padded tokens have {list(batch.mask.shape)}")
+        keep = batch.scored if mask is None else mask.to(batch.mask.device).bool() & batch.scored
+        return LLMMaskedCategorical(logits=self._token_logits(td, batch), mask=keep)
+
+    def get_dist(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: None = None,
+        logits_key: NestedKey = "logits",
+        mask_key: NestedKey | None = None,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
+        padding_side: str = "left",
+        layout: torch.layout | None = None,
+    ) -> LLMMaskedCategorical:
+        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` selects.
+
+        They are dense and padded on the left, and nothing is written. The other arguments exist for compatibility with
+        TorchRL, and must not request anything else.
+
+        Raises:
+            KeyError: there is no mask at ``mask_key``.
+            ValueError: another layout was requested.
+        """
+        _check_dense(logits_key, padding_side)
+        if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
+            raise ValueError(
+                "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
+                "as_padded_tensor out"
+            )
+        if padding_value not in (None, 0.0) or layout not in (None, torch.strided):
+            raise ValueError(f"pads are masked out and dense, got padding_value={padding_value}, layout={layout}")
+        return self._dist(tensordict, mask_key)
+
+    def _get_dist_with_prompt_mask(
+        self,
+        tensordict: TensorDictBase,
+        tokens_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        assistant_mask_key: NestedKey | None = None,
+        attention_mask_key: NestedKey | None = None,
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        """Return the distributions of the tokens after the prompt or, without a prompt, of the assistant's tokens."""
+        # without a prompt, all that the assistant said counts
+        prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
+        if prompts is None:
+            return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
+        _check_dense(logits_key, padding_side)
+        batch = self._batch(tensordict)
+        rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
+        mask = pad_left(rows, False)
+        if attention_mask_key is not None:
+            attended = read_rows(tensordict, attention_mask_key, False, batch.lengths)
+            mask = mask if attended is None else mask & attended.bool().to(mask.device)
+        return self._masked_dist(tensordict, mask)
+
+    def _get_dist_with_assistant_mask(
+        self,
+        tensordict: TensorDictBase,
+        assistant_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
+
+    def _get_dist_with_attention_mask(
+        self,
+        tensordict: TensorDictBase,
+        attention_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._dist(tensordict, attention_mask_key)
+
+    def _get_dist_with_custom_mask(
+        self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._masked_dist(tensordict, mask)
+
+
+def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
+    """Refuse options of TorchRL's masked distributions that are not supported here."""
+    if padding_side != "left" or logits_key != "logits":
+        raise ValueError(
+            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
+            f"logits_key={logits_key!r}"
+        )

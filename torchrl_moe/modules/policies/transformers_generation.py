@@ -35,8 +35,6 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay, evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["GenerationSettings", "changes_of", "generate_answers", "leaves_ids_out", "temperature_of"]
-
 
 # Translates TorchRL's ``generate_kwargs`` to a transformers ``GenerationConfig``, and reads its sampling settings.
 

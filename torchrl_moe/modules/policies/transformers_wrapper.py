@@ -45,8 +45,6 @@ from torchrl_moe.modules.replay.router_replay import ON_BAD_ROUTES, OnBadRoutes,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TransformersOptions", "TransformersWrapper", "check_vocabulary", "model_of", "tokenizer_of"]
-
 
 OF_SCORING = ("replay", "temperature", "pad_model_input")
 """Arguments that a generating wrapper refuses, and that its scoring versions may have."""
@@ -87,42 +85,23 @@ class TransformersOptions(WrapperOptions):
         """Refuse invalid values, before a model is loaded."""
         self.check_common("pass one batch")
         allowed: dict[str, tuple[object, ...]] = {
-            "input_mode": ("history", "text", "tokens"),
             "replay": (None, "R3", "R2", "none"),
             "on_bad_routes": ON_BAD_ROUTES,
             "inplace": (None, True, False, "empty"),
-            "pad_output": (True, False),
             "layout": (None, torch.strided, torch.jagged),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
-        if not self.generate:
-            self._check_scoring()
-            return
-        for name in OF_SCORING:
+        width = row_width(self.pad_model_input)
+        if width is not None and not (isinstance(width, int) and width >= 1):
+            raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
+        for name in OF_SCORING if self.generate else ():
             if getattr(self, name) not in (None, "none"):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is for scoring, generate=False. Sampling is set by "
                     "generate_kwargs, prompts are padded on the left, and the model's own routes are recorded"
                 )
-
-    def _check_scoring(self) -> None:
-        if self.return_log_probs is False:
-            raise ValueError(
-                "return_log_probs must be True (or None) with generate=False: there is nothing else to write"
-            )
-        if self.input_mode != "tokens" and self.replay not in (None, "none"):
-            raise ValueError(
-                f"replay={self.replay!r} with input_mode={self.input_mode!r}: encoding text again may give other "
-                "tokens than those that were generated and routed. Use input_mode='tokens', which reads "
-                "('tokens', 'full') of the rollout, or replay='none'"
-            )
-        width = row_width(self.pad_model_input)
-        if width is not None and not (isinstance(width, int) and width >= 1):
-            raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
 
     def replay_of(self, model: nn.Module) -> str:
         """Return which experts a scorer follows: as passed, else the engine's, for tokens of a model with routers.
@@ -389,18 +368,10 @@ class TransformersWrapper(ScoringWrapper):
         Both share the ``RouterReplay``; another ``model`` gets its own. Arguments for scoring only are dropped for a
         version that generates, and ``input_key`` for one with another input.
         """
-        before = vars(self._options)
-        unknown = sorted(set(kwargs) - set(before))
-        if unknown:
-            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
         # arguments that mean nothing to the new version are not passed on
-        kept = dict(before)
-        if kwargs.get("generate", self.generate):
-            kept.update(dict.fromkeys(OF_SCORING))
-        if any(kwargs.get(name, kept[name]) != kept[name] for name in ("generate", "input_mode")):
-            kept["input_key"] = None
         same = kwargs.get("model", self.model) is self.model
-        new = type(self)(**{**kept, **({} if same else {"router_replay": None}), **kwargs})
+        reset = [*(OF_SCORING if kwargs.get("generate", self.generate) else ()), *([] if same else ["router_replay"])]
+        new = type(self)(**self._options.changed(kwargs, reset))
         if same:
             new.scoring_model = self.scoring_model
             # a model has one RouterReplay, whichever version made it
@@ -496,7 +467,7 @@ class TransformersWrapper(ScoringWrapper):
         if config.pad_token_id is None:
             config.pad_token_id = self._pad or 0
         params = {"temperature": temperature_of(config), "logprobs": 0, "top_k": config.top_k, "top_p": config.top_p}
-        prompts = self._source.prompts(samples)
+        prompts = self._prompts(samples)
         check_prompts(prompts.ids, self.keys, params, samples)
         completions = generate_answers(
             self.model,

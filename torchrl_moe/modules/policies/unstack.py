@@ -23,19 +23,6 @@ from torchrl_moe.ops.log_probs import LogitTransform
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = [
-    "LoraLayers",
-    "ModelWeights",
-    "base_model",
-    "check_dense",
-    "checkpoint_tensors",
-    "has_adapters",
-    "linear_parts",
-    "logit_transform",
-    "model_metadata",
-    "obstacle",
-]
-
 
 # LoRA adapters of peft, seen from their base weights: merged sums computed one tensor at a time, nothing changed.
 

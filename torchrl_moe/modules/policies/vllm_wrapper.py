@@ -1,24 +1,38 @@
 """``vLLMWrapper``: prompts in a TensorDict become answers in a TensorDict, with the experts of every token.
 
-Name, arguments and keys are TorchRL's, the engine is ours. Prompts are read in ``prompts``; what a batch asks for
-besides them, and how arguments become sampling parameters, is in ``wrapper_arguments``; answers are laid out in
-``rollout``.
+Name, arguments and keys are TorchRL's, the engine is ours. Prompts are read in ``prompts``, answers are laid out in
+``rollout``. From the top: how arguments become sampling parameters, what a batch asks for besides its prompts, which
+arguments are refused, and the wrapper.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase, set_list_to_stack
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDictBase,
+    lazy_stack,
+    set_list_to_stack,
+)
+from torch import Tensor
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
-from torchrl_moe.errors import EngineError
+from torchrl_moe._compat_transformers import standard_names
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.errors import EngineError, ReplayError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.prompts import NAMES, PolicyWrapper, Prompts, no_distribution
+from torchrl_moe.modules.policies.prompts import NAMES, PolicyWrapper, Prompts, WrapperOptions, no_distribution
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     RolloutKeys,
@@ -26,29 +40,247 @@ from torchrl_moe.modules.policies.rollout import (
     check_prompts,
     flat_samples,
     refuse_changed_values,
-    stack_answers,
 )
-from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, pad_scored, read_sequences
-from torchrl_moe.modules.policies.wrapper_arguments import (
-    EngineOptions,
-    engine_arguments_of,
-    engine_of,
-    keeps_routes,
-    overridden,
-    request_argument,
-    request_arguments,
-    sampling_parameters_of,
-    scorer_of,
-    split_arguments,
-    tokenizer_of,
-)
+from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes
+from torchrl_moe.modules.policies.scoring_model import UNSAID, read_sampling, says_nothing
+from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, read_sequences, scored_tensordict
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.modules.serving.requests import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.lora.request import LoRARequest
 
-__all__ = ["SampleRequest", "vLLMWrapper"]
+
+# Translates TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a mapping, and engine arguments.
+
+
+# Common name -> vLLM's. If both are given, vLLM's own wins, as in TorchRL.
+RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop"}
+# Beam search is not supported here; a value that means "off" is accepted.
+BEAM_ONLY = {"num_beams": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False)}
+# Not sampling parameters, but arguments of the engine's own ``generate``.
+FOR_ENGINE = ("actor_index", "lora_request", "on_resume")
+
+
+def engine_arguments_of(generate_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the engine's ``generate`` among ``generate_kwargs``, and the others.
+
+    >>> engine_arguments_of({"actor_index": 1, "max_new_tokens": 8})
+    ({'actor_index': 1}, {'max_new_tokens': 8})
+    """
+    others = dict(generate_kwargs or {})
+    return {name: others.pop(name) for name in FOR_ENGINE if name in others}, others
+
+
+def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` that ``generate_kwargs`` ask for.
+
+    >>> sampling_params_of({"max_new_tokens": 8, "do_sample": False})
+    {'max_tokens': 8, 'temperature': 0.0}
+    """
+    given = dict(generate_kwargs or {})
+    if given.get("temperature", 0.0) is None:
+        del given["temperature"]  # TorchRL treats it as a temperature other than 0
+    # TorchRL's own checks, then vLLM's names
+    given = standard_names(given)
+    for name, off in BEAM_ONLY.items():
+        value = given.pop(name, None)
+        if value not in off:
+            raise ValueError(f"generate_kwargs[{name!r}]={value!r}: vLLM samples and has no beam search; leave it out")
+    params = {RENAMED.get(name, name): value for name, value in given.items() if RENAMED.get(name) not in given}
+    if params.pop("do_sample", None) is False:
+        params["temperature"] = 0.0
+    if isinstance(params.get("logprobs"), bool):
+        params["logprobs"] = 0 if params["logprobs"] else None
+    return params
+
+
+def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters as the ``generate_kwargs`` of one call change them.
+
+    >>> overridden({"max_tokens": 8, "temperature": 0.0}, {"do_sample": True, "max_new_tokens": 4})
+    {'max_tokens': 4}
+    """
+    changes = sampling_params_of(generate_kwargs)
+    merged = {**params, **changes}
+    if generate_kwargs.get("do_sample") and "temperature" not in changes and not params.get("temperature", 1.0):
+        del merged["temperature"]  # it made the old parameters greedy
+    return merged
+
+
+# What a batch says about its requests besides their prompts: keys at its root, one value per sample, read if present.
+#
+# | key | a sample's value |
+# | --- | --- |
+# | ``"session_id"`` | text or a number, the same for all turns of a rollout |
+# | ``"group_id"`` | text or a number, the same for answers that belong together: they come from one weight version |
+# | ``"priority"`` | int; lower is earlier |
+# | ``"min_version"`` | int: the oldest acceptable weight version |
+# | ``"request_context"`` | a mapping, for your own balancing strategy |
+#
+# In a batch ``[B]`` numbers are an int tensor ``[B]`` or ``[B, 1]``; text, and anything else, is a list or a
+# ``NonTensorStack`` of ``B`` entries, or one ``NonTensorData`` for all. A context may also be a TensorDict in the
+# batch. A sample of a lazy stack may lack the key. Unset are ``None`` and, for all but the priority, the number -1.
+
+
+UNSET = -1
+ARGUMENTS = {
+    "session_id": "session_ids",
+    "group_id": "group_ids",
+    "priority": "priority",
+    "min_version": "min_version",
+    "request_context": "request_context",
+}
+"""Key -> the argument of the engine's ``generate`` that it becomes."""
+
+
+def request_arguments(samples: Sequence[TensorDictBase]) -> dict[str, list[Any]]:
+    """Return arguments of the engine's ``generate``, one entry per sample, for each key that any sample has."""
+    found: dict[str, list[Any]] = {}
+    for i, sample in enumerate(samples):
+        for key in ARGUMENTS.keys() & set(sample.keys()):
+            values = found.setdefault(ARGUMENTS[key], [0 if key == "priority" else None] * len(samples))
+            value = _plain(sample.get(key), key, i)
+            if key == "priority":
+                values[i] = 0 if value is None else value
+            elif not (isinstance(value, int) and value == UNSET):
+                values[i] = value
+    return found
+
+
+def request_argument(sample: TensorDictBase) -> dict[str, Any]:
+    """Return the same for one sample, as arguments of ``agenerate``: ``session_id``, ``group_id`` and so on."""
+    found = request_arguments([sample])
+    return {key: found[name][0] for key, name in ARGUMENTS.items() if name in found}
+
+
+def _plain(value: object, key: str, sample: int) -> object:
+    """Return a sample's value as plain Python."""
+    if isinstance(value, NonTensorData):
+        value = value.data
+    if isinstance(value, NonTensorStack | Tensor | np.ndarray):
+        value = value.tolist()
+    elif isinstance(value, TensorDictBase):
+        return value.to_dict()
+    while isinstance(value, list) and len(value) == 1:  # of a batch [B, 1]
+        (value,) = value
+    if isinstance(value, list):
+        raise ValueError(
+            f"sample {sample}: {key!r} is {value!r}; give each sample one value: a tensor [B] or [B, 1], or a list or "
+            "NonTensorStack of B entries"
+        )
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def split_arguments(
+    generate_kwargs: dict[str, object] | None, **arguments: object
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the engine's arguments, including those in ``generate_kwargs``, and the remaining sampling settings."""
+    given, sampling = engine_arguments_of(generate_kwargs)
+    if twice := sorted(name for name in given if arguments.get(name) is not None):
+        raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
+    return {**arguments, **given}, sampling
+
+
+def sampling_parameters_of(
+    generate_kwargs: dict[str, object], num_samples: int | None, log_probs: bool
+) -> SamplingParameters:
+    """Return a wrapper's sampling parameters."""
+    params = sampling_params_of(generate_kwargs)
+    if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
+        raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
+    if log_probs:
+        params.setdefault("logprobs", 0)
+    params.setdefault("include_stop_str_in_output", True)
+    params.setdefault("skip_special_tokens", False)
+    return SamplingParameters(params)
+
+
+def engine_of(model: object) -> GenerationService:
+    """Return the engine; for a folder or a name, start an :class:`AsyncVLLM`."""
+    if isinstance(model, str | os.PathLike):
+        model = AsyncVLLM.from_pretrained(model)
+    if isinstance(model, GenerationService):
+        return model
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise TypeError(
+        f"model must be an AsyncVLLM, a folder or a hub name, got {name}. AsyncVLLM.from_pretrained(path, ...) takes "
+        "the arguments of a vllm.LLM or of TorchRL's engine; AsyncVLLM.connect(name) reaches an engine in Ray."
+    )
+
+
+def tokenizer_of(tokenizer: PreTrainedTokenizerBase | str | None, engine: GenerationService) -> Any:
+    """Return the tokenizer: as given, by its name, or the engine's."""
+    if tokenizer is None:
+        return engine.get_tokenizer()
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    assert not isinstance(tokenizer, str)
+    try:
+        # a tokenizer of another model would make other tokens of the same text
+        own = {number: token for token, number in engine.get_tokenizer().get_vocab().items()}
+        given = [pair for pair in tokenizer.get_vocab().items() if pair[1] in own]
+    except (AttributeError, ValueError, EngineError):  # the engine has none that can be sent, or it lists no tokens
+        return tokenizer
+    others = [(number, token) for token, number in given if own[number] != token]
+    if 2 * len(others) > len(given):  # a few may be renamed: those that a model has in reserve
+        number, token = min(others)
+        raise ValueError(
+            f"tokenizer: {len(others)} of {len(given)} ids stand for other tokens in the engine's, such as "
+            f"{number}: {token!r}, there {own[number]!r}. Pass the tokenizer of the engine's model, or none"
+        )
+    return tokenizer
+
+
+def keeps_routes(wanted: bool | None, engine: GenerationService) -> bool:
+    """Whether routes are written: as passed; by default if the engine captures them."""
+    captured = engine.routing_layout is not None
+    if wanted and not captured:
+        raise ValueError(
+            "return_routed_experts=True, but the engine captures no routes: its model is dense, or it was started "
+            "with enable_return_routed_experts=False"
+        )
+    return captured if wanted is None else wanted
+
+
+OF_SCORING = ("replay", "temperature")
+OF_GENERATING = ("num_samples", "return_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(WrapperOptions):
+    """The arguments of :class:`~torchrl_moe.modules.vLLMWrapper`, as they were given."""
+
+    model: GenerationService | str | os.PathLike[str]
+    timeout_seconds: float | None
+    use_tqdm: bool
+    actor_index: int | None
+    lora_request: LoRARequest | Mapping[str, object] | None
+
+    def check(self) -> None:
+        """Refuse invalid values, before an engine is started."""
+        if self.pad_model_input is not None:
+            raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
+        if self.layout not in (None, torch.strided):
+            raise ValueError(f"layout must be None or torch.strided, got {self.layout}")
+        if self.replay not in (None, "R3", "none"):
+            raise ValueError(f"replay must be 'R3' or 'none', got {self.replay!r}: an engine records no R2")
+        self.check_common("the engine batches the requests of all threads")
+        for name in OF_SCORING if self.generate else OF_GENERATING:
+            if getattr(self, name) is not None:
+                kind, now = ("scoring", "generate=False") if self.generate else ("generation", "generate=True")
+                raise ValueError(f"{name}={getattr(self, name)!r} is for {kind}: leave it out, or pass {now}")
+
+    def replay_on(self, engine: GenerationService) -> Literal["R3", "none"] | None:
+        """Return which experts a scorer follows: as passed, else the engine's, for tokens; ``None`` if it generates."""
+        if self.generate:
+            return None
+        follows = self.input_mode == "tokens" and engine.routing_layout is not None
+        return "R3" if self.replay == "R3" or (self.replay is None and follows) else "none"
 
 
 class _CompletionClass:
@@ -202,7 +434,7 @@ class vLLMWrapper(PolicyWrapper):
         # the arguments of the engine's generate() may also be among generate_kwargs
         given = {"actor_index": actor_index, "lora_request": lora_request}
         self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
-        self.scorer = scorer_of(self.engine, options, self.engine_arguments)
+        self.replay, self.temperature = options.replay_on(self.engine), temperature
         self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
         # several answers to a prompt have another batch size than the input, so they cannot be written into it
         asked = num_samples or self.sampling_params.get("n", 1)
@@ -212,10 +444,10 @@ class vLLMWrapper(PolicyWrapper):
             raise ValueError(
                 f"inplace must be False (or None) when generating more than one sample, got inplace={inplace!r}"
             )
-        self._set_common_keys(input_key or (input_mode, "prompt" if self.scorer is None else "full"))
-        self.in_keys = [self.input_key, *([] if self.scorer is None else self.scorer.in_keys)]
+        self._set_common_keys(input_key or (input_mode, "prompt" if generate else "full"))
+        self.in_keys = [self.input_key, *([(self.routed_experts_key, "full")] if self.replay == "R3" else [])]
         routes = [] if self.keys.routed_experts is None else [self.keys.routed_experts]
-        self.extra_keys = [] if self.scorer is not None else [*routes, *OURS]
+        self.extra_keys = [*routes, *OURS] if generate else []
 
     @property
     def device(self) -> torch.device | None:
@@ -237,7 +469,9 @@ class vLLMWrapper(PolicyWrapper):
         If ``generate`` or ``input_mode`` changes, ``input_key`` is reset to its default; if ``generate`` changes, so
         are the arguments that only the other kind of wrapper has.
         """
-        return type(self)(**self._options.changed(kwargs))
+        kind = kwargs.get("generate", self.generate) != self.generate
+        of_one_kind = (*OF_GENERATING, *OF_SCORING, "return_log_probs")
+        return type(self)(**self._options.changed(kwargs, of_one_kind if kind else ()))
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -274,7 +508,7 @@ class vLLMWrapper(PolicyWrapper):
         samples = flat_samples(tensordict)
         if not samples:
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
-        if self.scorer is not None:
+        if not self.generate:
             if generate_kwargs:
                 raise ValueError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
             return self._score(samples, tensordict, tensordict_out)
@@ -334,7 +568,7 @@ class vLLMWrapper(PolicyWrapper):
     ) -> tuple[Prompts, RolloutKeys, dict[str, Any], dict[str, Any]]:
         """Return prompts, keys, sampling parameters and engine arguments of one call."""
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
-        prompts = self._source.prompts(samples)
+        prompts = self._prompts(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
         # before anything is generated: an answer that cannot be joined to an earlier turn would be lost
@@ -377,22 +611,78 @@ class vLLMWrapper(PolicyWrapper):
     def _score(
         self, samples: Sequence[TensorDictBase], source: TensorDictBase, target: TensorDictBase | None
     ) -> TensorDictBase:
-        """Score the samples of ``source``, and write the results."""
-        assert self.scorer is not None
-        sequences = read_sequences(samples, self._source)
+        """Score the samples of ``source``, and write the results.
+
+        Tokens of a rollout follow the recorded experts (R3), at the temperature and over the tokens that the batch
+        gives. Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept tokens of
+        the sampled tokens do not apply. No gradient flows through it: it gives old log-probs from a replica that is
+        serving anyway, or those of a reference policy from an engine that is never synced, in place of a second model
+        in the trainer.
+        """
+        sequences = read_sequences(samples, self)
+        rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
         names = {name: getattr(self, f"{name}_key") for name in NAMES}
-        answers = self.scorer.answers(samples, sequences, names)
-        shape = source.batch_size
-        if self.pad_output:
-            padded = pad_scored(answers, self._pad or 0, names)
-            out: TensorDictBase = padded.reshape(shape) if shape else padded[0]
-        else:
-            out = stack_answers(answers, shape)
+        scores = self._scores(lazy_stack(rows))
+        answers = [scored_tensordict(one, row, names) for one, row in zip(sequences, scores, strict=True)]
+        out = self._stacked(answers, source.batch_size, None)
         stays = self._stays(sequences) and target is None and self.inplace is True
         if stays:  # other entries of the rollout have the layout of these tokens
             masks = [sample.get((self.masks_key, "all_attention_mask"), None) for sample in samples]
             out = out.exclude(self.tokens_key, *([] if any(mask is None for mask in masks) else [self.masks_key]))
         return self._write(source, target, out, [self.log_probs_key] if stays else self.out_keys)
+
+    def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
+        """Return a sample with its sequence where :meth:`_scores` reads it, and the other entries that it reads."""
+        if sequence.text is None:
+            row = sample.copy()
+        else:
+            if sample.get((SAMPLING, "kept"), None) is not None:
+                raise ValueError(
+                    f"sample {position} says which words each token was sampled from, and text may be encoded to other "
+                    f"tokens: input_mode='tokens' scores those; or exclude {SAMPLING!r}, and all words count"
+                )
+            row = sample.select(SAMPLING, "min_version", strict=False).copy()
+        row.set(self.input_key, sequence.ids)
+        return row.set((self.masks_key, "all_attention_mask"), sequence.mask)
+
+    def _scores(self, td: TensorDictBase) -> list[Tensor]:
+        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
+        # read what is scored, and how it was sampled
+        batch = read_batch(td, self.input_key, (self.masks_key, "all_attention_mask"))
+        if self.temperature is None and (unsaid := says_nothing(td, ("log_probs", "full"))) is not None:
+            warnings.warn(UNSAID.format(unsaid), stacklevel=3)
+        sampled_from = read_sampling(td, batch, self.temperature)
+        routes = self._routes(td, batch)
+        real = batch.split(batch.mask)
+        if empty := [i for i, mask in enumerate(real) if not mask.any()]:
+            raise ValueError(f"sample {empty[0]} has no tokens but pads")
+        rows = [] if routes is None else batch.split(routes)
+        given: dict[str, Any] = {name: self.engine_arguments[name] for name in ("actor_index", "lora_request")}
+        # pads stay here: the engine gets the real tokens of each sample
+        scores = self.engine.score(
+            [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
+            None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
+            temperature=sampled_from.temperatures.tolist(),
+            kept=[_of_tokens(kept, mask) for kept, mask in zip(sampled_from.kept, real, strict=True)],
+            min_version=request_arguments(td.unbind(0)).get("min_version"),
+            timeout_seconds=self.timeout_seconds,
+            use_tqdm=self.use_tqdm,
+            **given,
+        )
+        assert isinstance(scores, list)  # a list of sequences was passed
+        return [_laid_out(one, mask) for one, mask in zip(scores, real, strict=True)]
+
+    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
+        if self.replay == "none":
+            return None
+        layout = self.engine.routing_layout
+        if layout is None:
+            raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
+        key, tail = (self.routed_experts_key, "full"), (layout.num_layers, layout.top_k)
+        routes = read_routes(td, key, batch, tail, "raise")
+        if routes is None:
+            raise no_routes("R3", key)
+        return routes
 
     def _stays(self, sequences: Sequence[FullSequence]) -> bool:
         """Whether the tokens that were read are those that would be written."""
@@ -416,3 +706,16 @@ class vLLMWrapper(PolicyWrapper):
         # entries of an earlier turn that this one does not write would be of other tokens
         stale = [*self.out_keys, *self.extra_keys] if stale is None else stale
         return target.exclude(*stale, inplace=True).update(out)
+
+
+def _of_tokens(kept: KeptTokens | None, mask: Tensor) -> KeptTokens | None:
+    if kept is None:
+        return None
+    ids, sizes = select_rows(kept.ids, kept.sizes, mask)
+    return KeptTokens(ids=ids, sizes=sizes)
+
+
+def _laid_out(scores: Tensor, mask: Tensor) -> Tensor:
+    row = torch.zeros(len(mask))
+    row[mask] = scores.nan_to_num(0.0)
+    return row
