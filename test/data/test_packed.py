@@ -58,3 +58,10 @@ def test_rows_of_other_lengths_with_classes_and_texts() -> None:
 def test_what_needs_a_gradient_and_functions_come_back() -> None:
     leaf, function = unpack(pack([torch.ones(2, requires_grad=True), lambda: 3]))
     assert leaf.requires_grad and function() == 3
+
+
+def test_tensors_without_plain_memory_are_pickled_as_usual() -> None:
+    nested, meta = unpack(
+        pack([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.ones(2, device="meta")])
+    )
+    assert [len(part) for part in nested.unbind()] == [2, 3] and meta.shape == (2,) and meta.is_meta

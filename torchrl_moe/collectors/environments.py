@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 from tensordict import NonTensorData, TensorDictBase, lazy_stack
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
@@ -333,6 +333,12 @@ class _Call(Future[T]):
             self.set_exception(error)
         else:
             self.set_result(result)
+        finally:
+            self.function = _done  # what it was called with may be as large as a model, and a future is kept
+
+
+def _done() -> NoReturn:
+    raise AssertionError("a call runs once")
 
 
 def _name(function: object) -> str:

@@ -31,7 +31,8 @@ def unpack(content: bytes) -> Any:
 
 def _reduce(tensor: Tensor) -> tuple[object, ...] | str:
     """Reduce a plain tensor to an array, because torch would make an archive of each; any other is pickled as usual."""
-    if tensor.requires_grad or tensor.layout != torch.strided or tensor.is_quantized:
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested
+    if tensor.requires_grad or not is_strided or tensor.is_quantized or tensor.is_meta:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     # a clone: of a view, only what it shows is packed
     dense = tensor.cpu().clone(memory_format=torch.contiguous_format)
