@@ -516,6 +516,23 @@ def test_something_else_than_completions_is_not_resumed(given: Any, words: str) 
         normalise_prompts(resume=given)
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({"text": None}, r"Expected `str`, got `null` - at `\$\.outputs\[0\]\.text`"),
+        ({"logprobs": [-0.5]}, r"at `\$\.outputs\[0\]\.logprobs`"),
+        ({"resume": None}, r"at `\$\.outputs\[0\]\.resume`"),
+    ],
+)
+def test_a_completion_that_an_engine_could_not_read_is_not_resumed(edit: Any, words: str) -> None:
+    one = an_answer()
+    with pytest.raises(ValueError, match=rf"resume\[1\]: .*{words}"):
+        normalise_prompts(resume=[one, replace(one, outputs=[replace(one.outputs[0], **edit)])])
+    with pytest.raises(ValueError, match=r"resume\[0\]: .*num_cached_tokens"):
+        normalise_prompts(resume=replace(one, num_cached_tokens=None))
+    assert normalise_prompts(resume=replace(one, num_cached_tokens=np.int64(2))).prompts
+
+
 def test_completions_of_nothing_are_not_resumed() -> None:
     one = an_answer()
     with pytest.raises(ValueError, match="resume cannot be empty: the error that it is from did not end a generate"):

@@ -6,9 +6,10 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -100,7 +101,23 @@ def _completions(resume: object) -> PromptBatch:
                     f"resume[{i}], answer {output.index}: finish_reason must be one of {', '.join(FINISH_REASONS)}, "
                     f"got {output.finish_reason!r}"
                 )
+        _check_types(item, f"resume[{i}]")
     return PromptBatch(list(items), single)
+
+
+def _check_types(given: Completion, where: str) -> None:
+    """Refuse a completion with a value of another type: an engine could not read it, nor what came with it."""
+
+    def values(record: Any) -> dict[str, Any]:
+        found = {one.name: getattr(record, one.name) for one in fields(record)}
+        return {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
+
+    outputs = given.outputs if isinstance(given.outputs, list) else []
+    answers = [values(one) if isinstance(one, CompletionOutput) else one for one in outputs]
+    try:  # from its attributes: an instance would be taken as it is
+        msgspec.convert({**values(given), "outputs": answers}, Completion, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _is_one(source: object) -> bool:

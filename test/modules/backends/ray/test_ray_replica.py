@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -59,10 +58,6 @@ class HostLink:
         self.outbox.close()
 
     end_and_forget = end
-
-    def close(self) -> None:
-        self.outbox.close()
-        self.stream.close()
 
     def destroy(self) -> None:
         self.outbox.close()
@@ -255,28 +250,6 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
         until(lambda: sent)
         assert link.reason == ""
         link.end_and_forget()
-
-
-def test_a_connection_that_comes_after_its_link_was_given_up_is_closed(
-    fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.actors[NAME] = FakeActor(SERVICE, "slow")
-    dialled, go_on, closed = threading.Event(), threading.Event(), threading.Event()
-
-    def dial(address: Any) -> Any:
-        dialled.set()
-        go_on.wait(60.0)
-        return SimpleNamespace(send=lambda frames: None, moved_at=0.0, hang_up=lambda: None, close=closed.set)
-
-    monkeypatch.setattr(ray_replica, "dial", dial)
-    monkeypatch.setattr(ray_replica, "ASK_SECONDS", 0.01)
-    link = ActorLink(0, SERVICE, 0, places=False)
-    dialled.wait(60.0)
-    link.end_and_forget()
-    with pytest.raises(EOFError, match="never made"):
-        link.stream.receive()
-    go_on.set()
-    assert closed.wait(60.0)
 
 
 # -- in a cluster -----------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from torchrl_moe.modules.backends.ray.cluster import (
 from torchrl_moe.modules.backends.ray.replica_host import (
     NONCE_BYTES,
     TAG_BYTES,
+    LateStream,
     Listener,
     ReplicaHost,
     SealedStream,
@@ -500,6 +501,42 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
         address = dataclasses.replace(listener.address, port=nobody.getsockname()[1])
         with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
             dial(address)
+
+
+# -- a connection that is yet to come ---------------------------------------------------------------------------------
+
+
+def pair() -> tuple[SealedStream, SealedStream]:
+    """Two ends of one connection."""
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(SealedStream, end, b"key", is_actor)
+            for end, is_actor in zip(socket.socketpair(), (True, False), strict=True)
+        ]
+        return ends[0].result(20), ends[1].result(20)
+
+
+def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
+    late = LateStream()
+    caught: list[type[BaseException]] = []
+
+    def read() -> None:
+        try:
+            late.receive()
+        except EOFError as error:
+            caught.append(type(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    late.give_up()
+    reader.join(60.0)
+    assert caught == [EOFError]
+    with pytest.raises(OSError, match="was never made"):
+        late.send([b"x"])
+    ours, other = pair()
+    late.become(ours)
+    with contextlib.closing(other), pytest.raises(EOFError):
+        other.receive()
 
 
 # -- one engine and its drivers ----------------------------------------------------------------------------------------

@@ -189,11 +189,6 @@ class Child:
         kill_group(self.process.pid)
         self.process.wait()
 
-    def close(self) -> None:
-        """Close the socket; see :class:`~torchrl_moe.modules.backends.process.process_replica.Link`."""
-        self.outbox.close()
-        self.stream.close()
-
     def end_and_forget(self) -> None:
         """End it and remove its folder."""
         self.end()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -225,7 +225,7 @@ def head_of(frames: Sequence[Buffer]) -> tuple[str, str]:
         raise ValueError(str(error)) from error
 
 
-def read(stream: SocketStream) -> Message:
+def read(stream: Stream) -> Message:
     """Receive one message; ``EOFError`` or ``OSError``: the other side is gone, or what it sent is no message."""
     frames = stream.receive()
     try:
@@ -248,12 +248,27 @@ def framed(frames: Sequence[Buffer]) -> list[memoryview]:
     return [memoryview(header), *views]
 
 
-class SocketStream:
-    """Messages over a connected socket.
+class Stream(Protocol):
+    """Where messages are written and read; one thread may write while another reads."""
 
-    One thread may write while another reads. ``moved_at``: when the other side last took something, by the monotonic
-    clock.
-    """
+    moved_at: float
+    """When the other side last took something, by the monotonic clock."""
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Write a message."""
+
+    def receive(self) -> list[memoryview]:
+        """Read a message; ``EOFError`` if the other side is gone, ``OSError`` if it is larger than it may be."""
+
+    def hang_up(self) -> None:
+        """End the traffic both ways without closing the socket, which another thread may be reading."""
+
+    def close(self) -> None:
+        """Close the socket."""
+
+
+class SocketStream:
+    """A :class:`Stream` over a connected socket: the number of frames, their lengths, the frames."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -263,7 +278,7 @@ class SocketStream:
         self._write(framed(frames))
 
     def receive(self) -> list[memoryview]:
-        """Read a message; ``EOFError``: the other side is gone, ``OSError``: it is larger than it may be."""
+        """Read a message, each frame into memory of its own."""
         (count,) = COUNT.unpack(self._take(COUNT.size))
         self._check(count, MOST_FRAMES, "frames")
         lengths = [length for (length,) in LENGTH.iter_unpack(self._take(count * LENGTH.size))]
@@ -296,14 +311,16 @@ class SocketStream:
         return view
 
     def fileno(self) -> int:
+        """Return the descriptor of the socket."""
         return self._end.fileno()
 
     def hang_up(self) -> None:
-        """End the traffic both ways without closing the socket, which another thread may be reading."""
+        """End the traffic both ways."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the socket."""
         self._end.close()
 
 
@@ -317,7 +334,7 @@ class Outbox:
 
     def __init__(
         self,
-        stream: SocketStream,
+        stream: Stream,
         frame: Callable[[list[Any]], list[Frames]] = list,
         size: Callable[[Any], int] | None = None,
         limit: int = MOST_WAITING_BYTES,

@@ -36,21 +36,18 @@ class Link(Protocol):
     """The driver's end of an engine process; :class:`Child` is one."""
 
     @property
-    def stream(self) -> link.SocketStream:
-        """The messages of the process; waits for the connection, ``EOFError`` if there will be none."""
+    def stream(self) -> link.Stream:
+        """The messages of the process."""
 
     @property
     def outbox(self) -> link.Outbox:
-        """The messages to it, in the same way."""
+        """The messages to it."""
 
     def end(self) -> None:
         """End the process, or only this driver's connection if others use it. All callers wait for that. Idempotent."""
 
     def end_and_forget(self) -> None:
         """:meth:`end`, and remove what was kept for a look at what went wrong."""
-
-    def close(self) -> None:
-        """Close the socket after the end, when nothing reads it any more."""
 
     def log_tail(self) -> str:
         """Return its last errors, or its last lines."""
@@ -276,9 +273,7 @@ class EngineReplica(Replica, Generic[LinkT]):
     def _lost(self) -> None:
         """Note that the process closed its socket, whether or not it said the reason."""
         if self._death is None:
-            stuck = False
-            with contextlib.suppress(EOFError):  # there was no connection
-                stuck = self._started().outbox.overflowed
+            stuck = self._started().outbox.overflowed
             self._fail_all(
                 f"replica {self.index} " + ("did not keep up with what it was sent" if stuck else self._ending())
             )
@@ -355,4 +350,5 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
         child.end()
         if (replica := reference()) is not None:
             replica._lost()
-        child.close()
+        child.outbox.close()
+        child.stream.close()

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 import weakref
-from concurrent.futures import CancelledError, Future
 from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from torchrl_moe.modules.backends.ray.cluster import (
     secrets_of_environment,
     shortage,
 )
-from torchrl_moe.modules.backends.ray.replica_host import SealedStream, dial
+from torchrl_moe.modules.backends.ray.replica_host import LateStream, SealedStream, dial
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -67,7 +66,8 @@ class ActorLink:
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.reason = ""
-        self._connection: Future[tuple[SealedStream, link.Outbox]] = Future()  # cancelled: there will be none
+        self.stream = LateStream()
+        self.outbox = link.Outbox(self.stream, reader=f"the actor of replica {index}")
         self._index = index
         self._service = service
         self._number = number
@@ -82,40 +82,19 @@ class ActorLink:
         self._thread.start()
         _open_links.add(self)
 
-    def _connected(self) -> tuple[SealedStream, link.Outbox]:
-        try:
-            return self._connection.result()
-        except CancelledError as error:
-            raise EOFError("the connection was never made") from error
-
-    @property
-    def stream(self) -> SealedStream:
-        """The messages of the actor."""
-        return self._connected()[0]
-
-    @property
-    def outbox(self) -> link.Outbox:
-        """The messages to it."""
-        return self._connected()[1]
-
     # -- the beginning ----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         try:
             stream = self._dial()
             stream.send(link.message("hello", secrets_of_environment(), self.driver))
-            outbox = link.Outbox(stream, reader=f"the actor of replica {self._index}")
-            if self._connection.set_running_or_notify_cancel():
-                self._connection.set_result((stream, outbox))
-            else:  # given up meanwhile
-                outbox.close()
-                stream.close()
+            self.stream.become(stream)
         except _GivenUpError:
             pass
         except (RayError, EngineError, AuthenticationError, EOFError, OSError, ValueError) as error:
             self.reason = f"could not be reached: {_cause(error)}"
         finally:
-            self._connection.cancel()
+            self.stream.give_up()
             if not self._described:
                 self._withdraw()
 
@@ -243,16 +222,10 @@ class ActorLink:
     def _hang_up(self) -> None:
         self._given_up.set()
         self._thread.join(ASK_SECONDS)  # an actor that is stuck may keep it waiting; it ends with the actor
-        if not self._connection.cancel():
-            self.outbox.close(1.0)
-            self.stream.hang_up()  # the outbox may be stuck
+        self.stream.give_up()
+        self.outbox.close(1.0)
+        self.stream.hang_up()  # the outbox may be stuck
         _open_links.discard(self)
-
-    def close(self) -> None:
-        """Close the connection, if there is one."""
-        if not self._connection.cancelled():
-            self.outbox.close()
-            self.stream.close()
 
     def _hold_successor(self) -> None:
         """Hold the actor with which another driver has replaced this link's, if any."""

@@ -18,6 +18,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,67 @@ def _tune(end: socket.socket) -> None:
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class LateStream:
+    """A connection that may be used before it exists: readers and writers wait until it does, or never will."""
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self._real: SealedStream | None = None
+        self._moved_at = time.monotonic()
+
+    def become(self, real: SealedStream) -> None:
+        """Take the connection, or close it if this one was given up."""
+        with self._lock:
+            if self._known.is_set():
+                real.close()
+            self._real = real
+            self._known.set()
+
+    def give_up(self) -> None:
+        """Declare that there will be none; does nothing if there is one."""
+        with self._lock:
+            self._known.set()
+
+    def _wait(self) -> SealedStream:
+        self._known.wait()
+        if self._real is None:
+            raise EOFError("the connection was never made")
+        return self._real
+
+    def send(self, frames: Sequence[link.Buffer]) -> None:
+        """Write a message."""
+        try:
+            self._wait().send(frames)
+        except EOFError as error:
+            raise OSError(str(error)) from error
+
+    def receive(self) -> list[memoryview]:
+        """Read a message."""
+        return self._wait().receive()
+
+    @property
+    def moved_at(self) -> float:
+        """When the other side last took something."""
+        return self._moved_at if self._real is None else max(self._moved_at, self._real.moved_at)
+
+    @moved_at.setter
+    def moved_at(self, value: float) -> None:
+        self._moved_at = value
+
+    def hang_up(self) -> None:
+        """End the traffic both ways, or give it up."""
+        self.give_up()
+        if self._real is not None:
+            self._real.hang_up()
+
+    def close(self) -> None:
+        """Close it, or give it up. No thread may still be reading it."""
+        self.give_up()
+        if self._real is not None:
+            self._real.close()
 
 
 ENDS = ("failed", "died")
