@@ -280,8 +280,9 @@ class Threads(ThreadPoolExecutor):
 
     def _start_waiting(self) -> None:
         while self._waiting and self._running < self._most:
-            call = self._waiting.popleft()
-            threading.Thread(target=self._work, args=(call,), name=self._name, daemon=True).start()
+            # it leaves the line once its thread runs: there may be no room for one
+            threading.Thread(target=self._work, args=(self._waiting[0],), name=self._name, daemon=True).start()
+            self._waiting.popleft()
             self._running += 1
 
     def _work(self, call: _Call[Any]) -> None:

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model.save_pretrained(asked.out)
     if isinstance(rows[0]["prompt"], str):
         tokenizer.chat_template = None  # a run applies it to texts, too, where there is one
+        (Path(asked.out) / "chat_template.jinja").unlink(missing_ok=True)  # of an earlier warm start
     tokenizer.save_pretrained(asked.out)
     return 0
 

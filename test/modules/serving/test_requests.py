@@ -528,8 +528,10 @@ def test_a_completion_that_an_engine_could_not_read_is_not_resumed(edit: Any, wo
     one = an_answer()
     with pytest.raises(ValueError, match=rf"resume\[1\]: .*{words}"):
         normalise_prompts(resume=[one, replace(one, outputs=[replace(one.outputs[0], **edit)])])
-    with pytest.raises(ValueError, match=r"resume\[0\]: .*num_cached_tokens"):
-        normalise_prompts(resume=replace(one, num_cached_tokens=None))
+    odd: Any = None
+    for other in (replace(one, num_cached_tokens=odd), replace(one, metrics=replace(one.metrics, queue_seconds=odd))):
+        with pytest.raises(ValueError, match=r"resume\[0\]: .* at `\$\.(num_cached_tokens|metrics\.queue_seconds)`"):
+            normalise_prompts(resume=other)
     assert normalise_prompts(resume=replace(one, num_cached_tokens=np.int64(2))).prompts
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
 
 import msgspec
@@ -108,14 +108,15 @@ def _completions(resume: object) -> PromptBatch:
 def _check_types(given: Completion, where: str) -> None:
     """Refuse a completion with a value of another type: an engine could not read it, nor what came with it."""
 
-    def values(record: Any) -> dict[str, Any]:
-        found = {one.name: getattr(record, one.name) for one in fields(record)}
-        return {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
+    def read(value: Any) -> Any:  # as msgspec reads a message: it takes an instance as it is
+        if isinstance(value, list):
+            return [read(one) for one in value]
+        if is_dataclass(value):
+            return {one.name: read(getattr(value, one.name)) for one in fields(value)}
+        return value.item() if isinstance(value, np.generic) else value
 
-    outputs = given.outputs if isinstance(given.outputs, list) else []
-    answers = [values(one) if isinstance(one, CompletionOutput) else one for one in outputs]
-    try:  # from its attributes: an instance would be taken as it is
-        msgspec.convert({**values(given), "outputs": answers}, Completion, from_attributes=True)
+    try:
+        msgspec.convert(read(given), Completion)
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: {error}") from None
 
