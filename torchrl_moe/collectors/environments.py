@@ -138,6 +138,7 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
 
 MOST_THREADS = 32
 MOST_GIVEN_UP = 64
+IDLE_SECONDS = 5.0
 ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
 
 
@@ -238,22 +239,22 @@ class EnvironmentTimeoutError(TimeoutError):
 class Threads(ThreadPoolExecutor):
     """Daemon threads for functions that may hang: a call that is cancelled while it runs costs a thread, not its place.
 
-    A plain pool would fill up with such calls, and the process would wait for them at its end. A thread ends when no
-    call waits, so a pool without calls has none, and may be forgotten.
+    A plain pool would fill up with such calls, and the process would wait for them at its end. Idle threads end by
+    themselves, so that pools may be forgotten.
     """
 
     def __init__(self, most: int, name: str) -> None:
         super().__init__(most, name)  # an event loop takes no other executor; it starts no thread of its own
         self._most, self._name, self._process = most, name, os.getpid()
-        self._lock = threading.RLock()  # a garbage collection may shut it down within a call
-        self._waiting: deque[_Call[Any]] = deque()
-        self._running = 0
+        self._changed = threading.Condition(threading.RLock())  # a garbage collection may shut it down within a call
+        self._calls: deque[_Call[Any]] = deque()
+        self._workers = self._idle = 0
         self._given_up: set[_Call[Any]] = set()
         self._is_over = False
 
     def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
         call: _Call[T] = _Call(partial(function, *args, **kwargs), self._give_up)
-        with self._lock:
+        with self._changed:
             if self._is_over:
                 raise RuntimeError("these threads have ended, and call nothing more")
             if len(self._given_up) >= MOST_GIVEN_UP:
@@ -262,49 +263,59 @@ class Threads(ThreadPoolExecutor):
                     f"{len(self._given_up)} calls that were given up still run in their threads, of "
                     f"{', '.join(names[:3])}: a function that may hang needs a time limit of its own"
                 )
-            self._waiting.append(call)
-            self._start_waiting()
+            self._calls.append(call)
+            self._wake_thread()
         return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Call nothing more; no thread is waited for."""
+        """End the threads after their calls; none is waited for."""
         del wait
         if self._process != os.getpid():  # a forked one has none of the threads, and perhaps one's lock
             return
-        with self._lock:
+        with self._changed:
             self._is_over = True
-            left = list(self._waiting) if cancel_futures else []
+            left = list(self._calls) if cancel_futures else []
+            self._changed.notify_all()
         # outside of the lock: what waits for a call runs here
         for call in left:
             call.cancel()
 
-    def _start_waiting(self) -> None:
-        while self._waiting and self._running < self._most:
-            # it leaves the line once its thread runs: there may be no room for one
-            threading.Thread(target=self._work, args=(self._waiting[0],), name=self._name, daemon=True).start()
-            self._waiting.popleft()
-            self._running += 1
+    def _wake_thread(self) -> None:
+        """Wake or start a thread for the calls that wait."""
+        if self._idle >= len(self._calls):
+            self._changed.notify()
+        elif self._workers < self._most:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._workers += 1
 
-    def _work(self, call: _Call[Any]) -> None:
-        while True:
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
             call.run()
-            with self._lock:
+            with self._changed:
                 if call in self._given_up:  # another thread has this one's place
                     self._given_up.discard(call)
                     return
                 call.is_over = True
-                if not self._waiting:
-                    self._running -= 1
-                    return
-                call = self._waiting.popleft()
+            del call  # what it returned is not kept until the next one
+
+    def _next(self) -> _Call[Any] | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._calls or self._is_over, IDLE_SECONDS)
+            self._idle -= 1
+            if self._calls:
+                return self._calls.popleft()
+            self._workers -= 1
+            return None
 
     def _give_up(self, call: _Call[Any]) -> None:
-        """Count a running call's thread as lost, and give its place to the calls that wait."""
-        with self._lock:
+        """Count a running call's thread as lost, and start another one for the calls that wait."""
+        with self._changed:
             if not call.is_over and call not in self._given_up:
                 self._given_up.add(call)
-                self._running -= 1
-                self._start_waiting()
+                self._workers -= 1
+                if self._calls:
+                    self._wake_thread()
 
 
 class _Call(Future[T]):

@@ -41,6 +41,10 @@ def build_lora_request(spec: object) -> LoRARequest | None:
     return spec
 
 
+class UnusedModulesError(ValueError):
+    """An adapter has modules that the engine does not adapt."""
+
+
 async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> LoRARequest:
     """Load an adapter, by the fields of vLLM's request; one with modules that the engine does not adapt is refused."""
     by_worker = await engine.collective_rpc("torchrl_moe_load_adapter", args=(dict(fields),))
@@ -48,7 +52,7 @@ async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> LoRARe
     if unused := sorted(set.intersection(*map(set, by_worker))):
         await engine.remove_lora(fields["lora_int_id"])
         more = ", ..." if len(unused) > SHOWN_MODULES else ""
-        raise ValueError(
+        raise UnusedModulesError(
             f"it has {len(unused)} modules that the engine does not adapt ({', '.join(unused[:SHOWN_MODULES])}{more}): "
             "start it with lora_target_modules= that names them"
         )

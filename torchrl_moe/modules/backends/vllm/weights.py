@@ -19,7 +19,7 @@ from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.engine import compare_log_probs
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
-from torchrl_moe.modules.backends.vllm.adapters import load_adapter
+from torchrl_moe.modules.backends.vllm.adapters import UnusedModulesError, load_adapter
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 
@@ -104,7 +104,8 @@ class AdapterVersions:
         lora: LoRARequest | BaseException
         (lora,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
         if isinstance(lora, BaseException):
-            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {lora}. Or send lora='merged'")
+            hint = ". Or send lora='merged'" if isinstance(lora, UnusedModulesError) else ""
+            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {lora}{hint}")
         return _Loaded(version, lora, folder)
 
     def swap(self, version: int) -> SwapReport:
