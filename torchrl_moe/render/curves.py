@@ -12,6 +12,17 @@ import numpy.typing as npt
 
 from torchrl_moe._checks import check_number
 
+__all__ = [
+    "HUES",
+    "OTHERS",
+    "Fill",
+    "log_ratio_figure",
+    "shades",
+    "staleness_figure",
+    "timeline_figure",
+    "training_figure",
+]
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

@@ -12,6 +12,22 @@ import numpy.typing as npt
 
 from torchrl_moe import _checks
 
+__all__ = [
+    "KEPT_LABELS",
+    "agreement_figure",
+    "expert_agreement",
+    "expert_figure",
+    "expert_load",
+    "kept_counts",
+    "kept_figure",
+    "kept_label",
+    "kept_rows",
+    "layer_agreement",
+    "load_figure",
+    "routes_figure",
+]
+
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

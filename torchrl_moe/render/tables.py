@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
+__all__ = [
+    "data_frame",
+    "html_table",
+    "in_notebook",
+    "number_text",
+    "one_line",
+    "plain_table",
+    "print_table",
+    "share_text",
+    "show_html",
+]
+
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
