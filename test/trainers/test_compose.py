@@ -34,7 +34,8 @@ def test_vllms_own_parser_takes_the_arguments_of_the_engine(name: str) -> None:
     line: list[str] = []
     for key, value in given.items():
         flag = "--" + key.replace("_", "-")
-        line += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+        values = [str(one) for one in (value if isinstance(value, list) else [value])]
+        line += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, *values]
     parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(line))
     assert {key: getattr(parsed, key) for key in given} == given
 
