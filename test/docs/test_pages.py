@@ -41,7 +41,7 @@ LOOP = ROOT / "docs" / "loop.md"
 DIAGRAMS = sorted((DOCS / "figures").glob("*.svg"))
 COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-EXAMPLES = {"collector.method", "data.jsonl"}  # for any, in a message; a file
+EXAMPLES = {"collector.method", "data.jsonl", "loss.mean", "report.py"}  # any; of a TensorDict; two are files
 
 
 def entries(page: Path) -> list[str]:
@@ -285,7 +285,7 @@ def test_counts_are_of_what_there_is() -> None:
 
 def kinds() -> dict[str, tuple[type, ...]]:
     """What pages call an object by -> its classes; a group of settings has its name."""
-    from transformers import PreTrainedModel
+    from transformers import GenerationMixin, PreTrainedModel
 
     from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
     from torchrl_moe.http.sessions import Session
@@ -306,7 +306,7 @@ def kinds() -> dict[str, tuple[type, ...]]:
         "engine": (AsyncVLLM,),
         "lb": (LoadBalancer,),
         "loss": (GRPOLoss,),
-        "model": (PreTrainedModel,),
+        "model": (PreTrainedModel, GenerationMixin),
         "policy": (vLLMWrapper,),
         "replay": (RouterReplay,),
         "replica": (Replica,),
