@@ -307,7 +307,7 @@ def test_a_replay_buffer(tmp_path: Path) -> None:
 
 
 def test_in_a_notebook_numbers_of_words_are_a_table() -> None:
-    rows = [["2 to 4 words", "1"], ["all but some", "1"], ["all words", "2"]]
+    rows = [["2 to 4 entries", "1"], ["all but some", "1"], ["all", "2"]]
     for words, times in (
         (by_hand(), 1),
         (lazy_stack([by_hand(), by_hand()]), 2),

@@ -51,9 +51,9 @@ def test_rows_and_their_ids_are_selected_together() -> None:
         ([4, 0, 3, 3, 1, 0], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 6"),
         ([4, 0, 5, 3, 1], [0, 1, 2, 3, 1], r"ids of kept must be in 0\.\.4, row 2 has 5"),
         ([4, 0, 3, 3, -1], [0, 1, 2, 3, 3], r"ids of kept must be in 0\.\.4, row 4 has -1"),
-        ([4, 0, 3, 3, 1], [2, 1, 2, 3, 1], "row 0: token 2 is not among the words that kept gives this row"),
-        ([4, 0, 3, 3, 1], [0, 1, 3, 3, 1], "row 2: token 3 is not among the words"),
-        ([4, 0, 3, 3, 1], [0, 1, 2, 3, 4], "row 4: token 4 is not among the words"),
+        ([4, 0, 3, 3, 1], [2, 1, 2, 3, 1], "row 0: token 2 is not among the ids that kept gives this row"),
+        ([4, 0, 3, 3, 1], [0, 1, 3, 3, 1], "row 2: token 3 is not among the ids"),
+        ([4, 0, 3, 3, 1], [0, 1, 2, 3, 4], "row 4: token 4 is not among the ids"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(ids: list[int], tokens: list[int], message: str) -> None:

@@ -315,7 +315,7 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
         ({"kept": (torch.zeros(0).int(), torch.zeros(8).int())}, r"sizes of kept must have shape \[9\], got \[8\]"),
         ({"kept": (torch.zeros(1).int(), torch.zeros(ROWS).int())}, "the sizes of kept say 0 ids, and there are 1"),
         ({"kept": (torch.full((9,), 31), torch.ones(ROWS).int())}, r"ids of kept must be in 0..30, row 0 has 31"),
-        ({"kept": (TOKENS + 0, -torch.ones(ROWS).int())}, "row 0: token 0 is not among the words that kept gives"),
+        ({"kept": (TOKENS + 0, -torch.ones(ROWS).int())}, "row 0: token 0 is not among the ids that kept gives"),
         ({"tile_bytes": 11}, "tile_bytes must hold at least 3 numbers of 4 bytes, got 11"),
     ],
 )

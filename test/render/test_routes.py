@@ -167,11 +167,11 @@ def test_bad_numbers_of_kept_tokens_are_refused(call: Any, told: str) -> None:
 
 def test_rows_of_a_table_by_hand() -> None:
     assert kept_rows(torch.tensor([[0, 0, 3], [1, -2, 4]])) == [
-        ("1 word", "1"), ("2 to 4 words", "2"), ("all but some", "1"), ("all words", "2"),
+        ("1 entry", "1"), ("2 to 4 entries", "2"), ("all but some", "1"), ("all", "2"),
     ]  # fmt: skip
     assert kept_rows([]) == []
-    few, more = "5 to 16 words", "17 to 64 words"
-    assert [kept_label(size) for size in (16, 17, 64, 65)] == [few, more, more, "more words"]
+    few, more = "5 to 16 entries", "17 to 64 entries"
+    assert [kept_label(size) for size in (16, 17, 64, 65)] == [few, more, more, "more"]
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------

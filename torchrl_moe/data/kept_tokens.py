@@ -200,7 +200,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
 
     def _repr_html_(self) -> str:
         """The repr, and from how many ids tokens were sampled. It must not raise either."""
-        header, note = ("words", "tokens"), "prompts and pads count as all words"
+        header, note = ("vocabulary entries", "tokens"), "prompts and pads count as all"
         try:
             sizes = [sample.sizes.reshape(-1).cpu() for sample in self._samples()]
             table = kept_rows(torch.cat(sizes).numpy()) if sizes else []

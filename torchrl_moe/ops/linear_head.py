@@ -73,7 +73,7 @@ class RowVocabularies:
             raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {row} has {token}.")
         row = int(wrong.nonzero()[0, 0])
         raise ValueError(
-            f"row {row}: token {int(tokens[row])} is not among the words that kept gives this row. Pass size 0 for rows"
+            f"row {row}: token {int(tokens[row])} is not among the ids that kept gives this row. Pass size 0 for rows"
             " whose token was not sampled."
         )
 

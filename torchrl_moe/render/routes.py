@@ -169,14 +169,14 @@ def agreement_figure(agreements: Mapping[str, npt.ArrayLike], title: str = "") -
 
 
 KEPT = (1, 4, 16, 64)
-KEPT_LABELS = ("1 word", "2 to 4 words", "5 to 16 words", "17 to 64 words", "more words", "all but some", "all words")
+KEPT_LABELS = ("1 entry", "2 to 4 entries", "5 to 16 entries", "17 to 64 entries", "more", "all but some", "all")
 
 
 def kept_label(size: int) -> str:
     """Return the label of a size of ``KeptTokens``: n token ids, ``-n`` for all but n, 0 for the whole vocabulary.
 
     >>> [kept_label(size) for size in (1, 2, 4, 5, 100, -3, 0)]
-    ['1 word', '2 to 4 words', '2 to 4 words', '5 to 16 words', 'more words', 'all but some', 'all words']
+    ['1 entry', '2 to 4 entries', '2 to 4 entries', '5 to 16 entries', 'more', 'all but some', 'all']
     """
     if size <= 0:
         return KEPT_LABELS[-1 if size == 0 else -2]

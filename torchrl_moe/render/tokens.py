@@ -306,7 +306,7 @@ def make_scale(samples: Sequence[TokenSample], color: Color = "versions", layer:
     # both have an order: the rarer a token was, the stronger its color
     labels, label = (KEPT_LABELS, _kept) if color == "kept" else (LIKELY_LABELS, _likely)
     fills = dict(zip(labels, shades(len(labels))[:: -1 if color == "kept" else 1], strict=True))
-    title = "words that a token was sampled from" if color == "kept" else "probability of a sampled token"
+    title = "vocabulary entries that a token was sampled from" if color == "kept" else "probability of a sampled token"
     seen = {found for token in tokens if (found := label(token)) is not None}
     return Scale(title, {name: fill for name, fill in fills.items() if name in seen}, label)
 
@@ -490,8 +490,8 @@ def describe(token: ShownToken, layer: int | None = None) -> str:
     if token.version is not None:
         lines.append(f"version {token.version}")
     if token.kept is not None:
-        kept = "all words" if not token.kept else f"{token.kept} words" if token.kept > 0 else f"all but {-token.kept}"
-        lines.append(f"sampled from {kept}")
+        kept = "all" if not token.kept else token.kept if token.kept > 0 else f"all but {-token.kept}"
+        lines.append(f"sampled from {kept} vocabulary entries")
     layers = [known for known in token.experts if layer is None or known == layer]
     lines += [f"layer {at}: experts {', '.join(map(str, token.experts[at]))}" for at in layers[:SHOWN_LAYERS]]
     hidden = len(layers) - SHOWN_LAYERS
@@ -524,7 +524,7 @@ def show_samples(
         td: rollouts of any batch size, of ``vLLMWrapper`` or a collector, padded or not; it is not changed.
         n: how many.
         color: ``"versions"`` of the weights that sampled a token; ``"experts"``: the one that stands first in
-            ``layer``; ``"kept"``: how many words a token was sampled from; ``"log_probs"``: of what sampled it.
+            ``layer``; ``"kept"``: from how many ids a token was sampled; ``"log_probs"``: of what sampled it.
         layer: of the experts; by default the first that has routes.
         tokenizer: gives tokens their texts; default: the policy's. Without one they are shown as numbers.
         policy: a wrapper that names the keys, if they are not TorchRL's.

@@ -245,7 +245,7 @@ def without_kept_tokens(batch: TensorDictBase) -> TensorDictBase:
     """Return rollouts ``[B]`` as an engine without masks would give them.
 
     With ``top_p`` or ``top_k`` a token was drawn from S, a part of the vocabulary, with probability ``p / sum of p over
-    S``. A scorer that is not told S divides by all words, and is off by ``log sum of p over S``.
+    S``. A scorer that is not told S normalises over all of it, and is off by ``log sum of p over S``.
     """
     if not len(batch):
         return batch.copy()

@@ -231,7 +231,7 @@ def test_what_a_sample_says_of_its_tokens_is_not_used_for_others(fake: FakeAsync
     assert replica.submitted[-1].scoring.temperature == 3.0
     cut = vLLMWrapper(fake, input_mode="text", generate_kwargs={"max_new_tokens": 2, "top_k": 2}, inplace=False)
     rollouts = cut(TensorDict(text=Text(prompt=["ab"], batch_size=[1]), batch_size=[1]))
-    with pytest.raises(ValueError, match=r"sample 0 says which words each token .*exclude 'sampling'"):
+    with pytest.raises(ValueError, match=r"sample 0 says which vocabulary entries each token .*exclude 'sampling'"):
         policy(rollouts)
     assert policy(rollouts.exclude("sampling"))[0]["old", "full"].shape == (4,)
 

@@ -219,7 +219,7 @@ def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
     (warning,) = caught
     assert warning.category is UserWarning
     assert warning.filename == __file__ or ask != "score"  # the line that asks
-    text = r"^sample 0 has an engine's log-probs, but no 'sampling' .* scored at temperature 1, over all words\."
+    text = r"^sample 0 has an engine's log-probs, but no 'sampling' .* at temperature 1, over the whole vocabulary\."
     assert re.match(text, str(warning.message))
 
 
@@ -262,7 +262,7 @@ def test_a_token_outside_its_words_is_refused(actor: TransformersWrapper, td: Te
     truncated(td)
     td[0][FULL][-1] = (td[0][FULL][-1] + 7) % 250
     td[0][KEPT].sizes[-1] = td[0][KEPT].sizes[-1].abs()  # whichever it was: the words that are named
-    with pytest.raises(ValueError, match="is not among the words that kept gives this row"):
+    with pytest.raises(ValueError, match="is not among the ids that kept gives this row"):
         actor.score(td)
 
 

@@ -67,7 +67,7 @@ def test_words_are_known_of_the_sampled_tokens_alone(own: Any) -> None:
     td = lazy_stack([sample])
     refuse_other_tokens(td, "tokens", [IDS])
     td[0]["sampling", "kept"] = KeptTokens(ids=torch.tensor([3]), sizes=torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="sample 0 says from which words"):
+    with pytest.raises(ValueError, match="sample 0 says which vocabulary entries"):
         refuse_other_tokens(td, "tokens", [IDS])
     td[0]["tokens"] = Tokens(full=IDS)
     refuse_other_tokens(td, "tokens", [IDS])

@@ -42,9 +42,9 @@ Kept = tuple[Tensor, Tensor]
 
 
 UNSAID = (
-    "sample {} has an engine's log-probs, but no 'sampling' entry that gives the temperature and the words it was "
-    "sampled from: it is scored at temperature 1, over all words. Select 'sampling' along with the other keys, or, if "
-    "no word was excluded, pass temperature=. Shown once."
+    "sample {} has an engine's log-probs, but no 'sampling' entry that gives the temperature and the vocabulary "
+    "entries that it was sampled from: it is scored at temperature 1, over the whole vocabulary. Select 'sampling' "
+    "along with the other keys, or, if nothing was excluded, pass temperature=. Shown once."
 )
 """The warning; see :func:`says_nothing`."""
 

@@ -220,8 +220,8 @@ def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tenso
         own, kept = sample.get((tokens_key, "full"), None), sample.get((SAMPLING, "kept"), None)
         if kept is not None and (own is None or not torch.equal(own.cpu(), row)):
             raise ValueError(
-                f"sample {i} says from which words its tokens were sampled, and its text makes other tokens: score it "
-                "with input_mode='tokens', or exclude 'sampling'"
+                f"sample {i} says which vocabulary entries each token was sampled from, and its text is encoded to "
+                "other tokens: score it with input_mode='tokens', or exclude 'sampling'"
             )
 
 

@@ -638,8 +638,8 @@ class vLLMWrapper(PolicyWrapper):
         else:
             if sample.get((SAMPLING, "kept"), None) is not None:
                 raise ValueError(
-                    f"sample {position} says which words each token was sampled from, and text may be encoded to other "
-                    f"tokens: input_mode='tokens' scores those; or exclude {SAMPLING!r}, and all words count"
+                    f"sample {position} says which vocabulary entries each token was sampled from, and text may be "
+                    f"encoded to other tokens: score it with input_mode='tokens', or exclude {SAMPLING!r}"
                 )
             row = sample.select(SAMPLING, "min_version", strict=False).copy()
         row.set(self.input_key, sequence.ids)
