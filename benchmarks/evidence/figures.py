@@ -1,4 +1,4 @@
-"""The figures of ``docs/why_replay.md``, from the measured rows; a figure without rows is left out."""
+"""The figures of ``docs/why_replay.md`` and of the real model, from the measured rows; one without rows is left out."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def draw(data: Path, folder: Path) -> None:
     of_lengths = Table(data / "lengths.csv", KEYS["lengths"])
     of_gradients = Table(data / "gradients.csv", KEYS["gradients"])
     of_runs = Table(data / "runs.csv", KEYS["runs"])
+    of_real = Table(data / "real.csv", KEYS["real"])
     if of_lengths.rows:
         by_length(of_lengths, folder / "evidence_length.png")
         by_setting(of_lengths, folder / "evidence_settings.png")
@@ -28,6 +29,8 @@ def draw(data: Path, folder: Path) -> None:
         by_target(of_gradients, folder / "evidence_gradient.png")
     if of_runs.rows:
         by_run(of_runs, folder / "evidence_runs.png")
+    if of_real.rows:
+        by_task(of_real, folder / "real_model.png")
 
 
 def middle(values: Iterable[float]) -> tuple[float, float, float]:
@@ -142,6 +145,25 @@ def by_run(table: Table, file: Path) -> None:
         one.set(title=title, xlabel="step", ylim=(0, 1.03))
     axes[0].set_ylabel("reward")
     axes[0].legend(loc="upper left")
+    figure.savefig(file)
+
+
+def by_task(table: Table, file: Path) -> None:
+    """Reward of the real model over steps: of each step, and of held-out questions, greedy; all seeds."""
+    titles = {"even": "reward: the number is even", "sums": "reward: the sum is right"}
+    panels = [task for task in titles if table.select(task=task)]
+    figure, axes = _figure(len(panels))
+    for one, task in zip(axes, panels, strict=True):
+        rows = table.select(task=task)
+        for name, label, color in (
+            ("reward", "64 or more sampled", "tab:blue"),
+            ("held_out_reward", "held out, greedy", "tab:orange"),
+        ):
+            points = _by((int(row["step"]), float(row[name])) for row in rows if row[name])
+            _line(one, points, label, color)
+        one.set(title=f"{titles[task]} ({len({row['seed'] for row in rows})})", xlabel="step", ylim=(0, 1.03))
+    axes[0].set_ylabel("reward (seeds)")
+    axes[0].legend(loc="lower right")
     figure.savefig(file)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pytest import CaptureFixture, MonkeyPatch
 
 from torchrl_moe.cli import services as engines
@@ -75,6 +76,30 @@ def test_a_run_ends_with_its_last_step(tmp_path: Path, monkeypatch: MonkeyPatch,
     assert err == "a table for people\n"
     monkeypatch.setenv("RANK", "1")
     assert main(["train", f"out={tmp_path}", "--json"]) == 0 and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("staleness", "asked", "threads"), [(0, None, 4), (2, None, 2), (0, "3", 4), (2, "3", 4)])
+def test_an_idle_engine_leaves_its_cores_to_training(
+    staleness: int, asked: str | None, threads: int, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    found = []
+
+    def trainer(config: GRPOConfig) -> None:
+        found.append(torch.get_num_threads())
+        raise ZeroDivisionError  # there is nothing to train
+
+    monkeypatch.setattr("torchrl_moe.trainers.grpo_trainer.MoEGRPOTrainer", trainer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:  # torch has read it when it was imported
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert main(["train", f"out={tmp_path}", f"rollout.max_staleness={staleness}"]) == 1
+    finally:
+        torch.set_num_threads(before)
+    assert found == [threads]
 
 
 def test_after_an_interrupt_a_run_can_continue(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:

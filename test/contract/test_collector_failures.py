@@ -89,11 +89,18 @@ CASES = {
     "NaN": (ending(lambda: float("nan")), "a reward must be finite, in float32", "failed"),
     "no number": (ending(lambda: "good"), "must return its reward, a number or one number per turn", "failed"),
     "wrong length": (ending(lambda: [1.0, 2.0]), "returned 2 rewards for 1 turns", "failed"),
+    "beyond float32": (ending(lambda: 1e39), "a reward must be finite, in float32", "failed"),
     "an exit": (ending(lambda: raises(SystemExit(3))), "an episode raised SystemExit(3)", "failed"),
+    "a Ctrl-C": (ending(lambda: raises(KeyboardInterrupt())), "an episode raised KeyboardInterrupt()", "failed"),
     "a hang": (ending(forever), "the episode did not continue within 1 s", "reward_timeout"),
     "an exception, env": (rewarding(lambda: raises(ZeroDivisionError("no"))), "ZeroDivisionError('no')", "failed"),
     "no reward, env": (rewarding(first_only, 1), "1 of 2 rows of a group have no reward", "failed"),
     "NaN, env": (rewarding(lambda: torch.full((2, 1, 1), torch.nan)), "a reward must be finite", "failed"),
+    "beyond float32, env": (
+        rewarding(lambda: torch.full((2, 1, 1), 1e39, dtype=torch.float64)),
+        "a reward must be finite, in float32",
+        "failed",
+    ),
     "no number, env": (
         rewarding(lambda: NonTensorData("good", batch_size=(2,))),
         "the environment's reward is 'good': a reward must be a tensor",
@@ -101,6 +108,11 @@ CASES = {
     ),
     "wrong length, env": (rewarding(lambda: torch.ones(3, 1, 1)), "", "failed"),
     "an exit, env": (rewarding(lambda: raises(SystemExit(3))), "an environment raised SystemExit(3)", "failed"),
+    "a Ctrl-C, env": (
+        rewarding(lambda: raises(KeyboardInterrupt())),
+        "an environment raised KeyboardInterrupt()",
+        "failed",
+    ),
     "a hang, env": (rewarding(lambda: time.sleep(2)), "the environment did not return within 1 s", "reward_timeout"),
 }
 
@@ -117,6 +129,34 @@ def test_a_failure_costs_its_group_whole_is_counted_and_has_its_words(collect: C
     assert words in collector.first_failure
     for shown in (repr(collector), collector.to_pandas()["first_failure"][0], collector._repr_html_()):
         assert "at prompt 1" in shown
+
+
+def check_that_q1_was_dropped(collector: AsyncLLMCollector, words: str) -> None:
+    """Whole, counted, and replaced by the next prompt."""
+    assert queries(next(iter(collector))) == ["q0", "q0", "q2", "q2"]
+    stats = collector.stats()
+    assert (stats["collector/failures"], stats["collector/groups_dropped/failed"]) == (1, 1)
+    assert collector.first_failure is not None
+    assert collector.first_failure.startswith("at prompt 1 (query='q1'): ") and words in collector.first_failure
+
+
+def test_a_prompt_that_the_engine_refuses_costs_its_group() -> None:
+    def too_long(request: Any) -> str | None:
+        return "longer than the model" if ord("1") in request.prompt_token_ids else None
+
+    with FakeAsyncVLLM(refuse=too_long) as engine, collectors_over(engine) as make:
+        collector = make(ending(lambda: 1.0), groups_per_batch=2, order="fifo", max_failures=1)
+        check_that_q1_was_dropped(collector, "longer than the model")
+
+
+def test_a_filter_that_raises_costs_the_group_that_it_was_asked_about(collect: Collect) -> None:
+    def keep(rows: TensorDictBase) -> bool:
+        if queries(rows)[0] == BAD:
+            raise ZeroDivisionError("no filter")
+        return True
+
+    collector = collect(ending(lambda: 1.0), groups_per_batch=2, order="fifo", max_failures=1, group_filter=keep)
+    check_that_q1_was_dropped(collector, "ZeroDivisionError('no filter')")
 
 
 @pytest.mark.parametrize("case", ["an exception", "None", "NaN, env"])

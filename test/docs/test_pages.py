@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import dataclasses
 import importlib
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +40,8 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?(?=\))")
 LOOP = ROOT / "docs" / "loop.md"
 DIAGRAMS = sorted((DOCS / "figures").glob("*.svg"))
 COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+EXAMPLES = {"collector.method", "data.jsonl"}  # for any, in a message; a file
 
 
 def entries(page: Path) -> list[str]:
@@ -258,6 +262,81 @@ def test_the_picture_differs_between_the_themes_in_colors_only() -> None:
     found = [re.search(rf'(?:srcset|src)="(docs/figures/\w+_{theme}\.svg)"', text) for theme in ("dark", "light")]
     dark, light = (re.sub(r"#[0-9a-f]{6}", "#", (ROOT / one[1]).read_text()) for one in found if one)
     assert dark == light
+
+
+# -- what prose says there is
+
+
+def test_counts_are_of_what_there_is() -> None:
+    """Families, conformance checks, notebooks and commands."""
+    from torchrl_moe.testing.conformance import CHECKS
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    beside_an_engine, newest = re.findall(r"(\d+) families replay exactly", compatibility_page.counts())
+    assert {*re.findall(r"(\d+)(?: MoE)? families", readme)} == {newest}
+    assert {*re.findall(r"(\d+)(?= of 5\.19| with the release)", readme)} == {beside_an_engine}
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert {*re.findall(r"(\d+)(?: conformance)? checks\b", pages)} == {str(len(CHECKS))}
+    notebooks = len([*(ROOT / "tutorials").glob("*.ipynb")])
+    assert f"the {NUMBERS[notebooks]} notebooks" in readme
+    (row,) = re.findall(r"^\| \[Command line\].*$", readme, re.MULTILINE)
+    assert {*re.findall(r"`(?:torchrl-moe )?(\w+)`", row)} == {command.name for command in COMMANDS}
+
+
+def kinds() -> dict[str, tuple[type, ...]]:
+    """What pages call an object by -> its classes; a group of settings has its name."""
+    from transformers import PreTrainedModel
+
+    from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
+    from torchrl_moe.http.sessions import Session
+    from torchrl_moe.modules import AsyncVLLM, LoadBalancer, RouterReplay, TransformersWrapper, vLLMWrapper
+    from torchrl_moe.modules.backends.replica import Replica
+    from torchrl_moe.objectives import GRPOLoss
+    from torchrl_moe.trainers import GRPOConfig, MoEGRPOTrainer
+    from torchrl_moe.weight_update import SyncReport, VLLMWeightSender
+
+    config = GRPOConfig()
+    settings = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    found: dict[str, tuple[type, ...]] = {
+        name: (kind,) for name, kind in settings.items() if dataclasses.is_dataclass(kind)
+    }
+    objects: dict[str, tuple[type, ...]] = {
+        "actor": (TransformersWrapper,),
+        "collector": (AsyncLLMCollector, LLMCollector),
+        "engine": (AsyncVLLM,),
+        "lb": (LoadBalancer,),
+        "loss": (GRPOLoss,),
+        "model": (PreTrainedModel,),
+        "policy": (vLLMWrapper,),
+        "replay": (RouterReplay,),
+        "replica": (Replica,),
+        "report": (SyncReport,),
+        "sender": (VLLMWeightSender,),
+        "session": (Session,),
+        "trainer": (MoEGRPOTrainer,),
+    }
+    return found | {name: (*found.get(name, ()), *classes) for name, classes in objects.items()}
+
+
+def has(kind: type, name: str) -> bool:
+    """Whether objects of a class of ours have an attribute."""
+    ours = [one for one in kind.__mro__ if one.__module__.startswith("torchrl_moe")]
+    own = re.compile(rf"\bself\.{name}\b|^    {name}: ", re.MULTILINE)
+    return hasattr(kind, name) or any(own.search(inspect.getsource(one)) for one in ours)
+
+
+def test_attributes_that_prose_names_exist() -> None:
+    """Blocks are run; this is of `engine.generate` and `optim.lr` between them."""
+    known = kinds()
+    name = re.compile(rf"(?:(?<![\w./\"'-])|(?<=\.)(?=replica\.))({'|'.join(known)})\.([a-z]\w*)")
+    missing = [
+        f"{page.name}: {kind}.{attribute}"
+        for page in PAGES
+        for code in re.findall(r"`([^`\n]+)`", prose(page))
+        for kind, attribute in name.findall(code)
+        if f"{kind}.{attribute}" not in EXAMPLES and not any(has(one, attribute) for one in known[kind])
+    ]
+    assert missing == []
 
 
 # -- the site: its links to sources, and what `make docs-check` reads

@@ -7,9 +7,11 @@ import base64
 import gc
 import io
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,28 @@ def test_a_tool_is_called(folder: Path, stream: bool) -> None:
             assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
     assert names == ["add"]
     assert arguments.replace(" ", "") == '{"x":1,"y":2}'
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "temperature", "top_k"),
+    [
+        ({}, {}, 0.25, 7),
+        ({}, {"temperature": 0.75}, 0.75, 7),
+        ({"override_generation_config": {"temperature": 0.5}}, {}, 0.5, 7),
+        ({"generation_config": "vllm"}, {}, 1.0, 0),
+    ],
+    ids=["the model's", "the request's", "an option", "vLLM's own"],
+)
+def test_what_a_request_leaves_out_is_the_models_and_not_the_engines(
+    folder: Path, tmp_path: Path, options: dict[str, Any], asked: dict[str, Any], temperature: float, top_k: int
+) -> None:
+    shutil.copytree(folder, model := tmp_path / "moe")
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7}))
+    own = {"temperature": 0.1, "top_k": 3, "min_p": 0.5}
+    with FakeAsyncVLLM(sampling_params=own) as engine, serving(engine, model, **options) as (_, client):
+        assert client.post(CHAT, json={**ASKED, **asked}).status_code == 200
+        (request,) = engine.replicas[0].submitted
+    assert [request.param(name) for name in ("temperature", "top_k", "min_p")] == [temperature, top_k, 0.0]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -594,6 +618,26 @@ def test_a_session_has_the_ids_that_were_sampled(door: Served) -> None:
     assert client.post(CHAT, json=ASKED, headers={"X-Session-Id": "turns"}).status_code == 200
     assert server.session("turns").num_calls == 4
     client.delete("/sessions/turns")
+
+
+def test_ids_that_a_client_gives_are_sent_as_they_are_and_text_as_it_was_sampled(door: Served) -> None:
+    """Byte 200 alone is no UTF-8: its text is U+FFFD, which has three bytes of its own."""
+    engine, server, client = door
+    prompt, sampled = [*b"ab"], [200]
+    whole = engine.generate([prompt], {"max_tokens": 1, "logprobs": 0}, use_tqdm=False)[0]
+    answer = replace(whole.outputs[0], token_ids=np.array(sampled), text="\ufffd")
+    server.session("ids").record(prompt, replace(whole, outputs=[answer]))
+    given = [*"ab\ufffdc".encode()]
+    texts = {"prompt": "ab\ufffdc", "model": "tiny", "max_tokens": 2}
+    tokens = {"token_ids": given, "sampling_params": {"max_tokens": 2}}
+    for path, asked, sent in (
+        ("/v1/completions", texts, [*prompt, *sampled, *b"c"]),
+        ("/v1/completions", {**texts, "prompt": given}, given),
+        ("/inference/v1/generate", tokens, given),
+    ):
+        assert client.post(f"/sessions/ids{path}", json=asked).status_code == 200
+        assert engine.replicas[0].submitted[-1].prompt_token_ids.tolist() == sent
+    client.delete("/sessions/ids")
 
 
 def test_a_session_over_http(door: Served) -> None:

@@ -513,9 +513,20 @@ def test_kept_tokens_come_with_the_tokens_they_belong_to() -> None:
     assert found.ids.tolist() == [3, 7, 4]
 
 
-def test_what_no_trainer_can_score_is_context_only() -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"logit_bias": {5: 1.0}},
+        {"thinking_token_budget": 3},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_no_trainer_can_score_is_context_only(changed: dict[str, Any]) -> None:
     session = new_session()
-    session.record([1], completed([1], [2]), sampling_params={"repetition_penalty": 1.1})
+    session.record([1], completed([1], [2]), sampling_params=changed)
     assert session.trajectories() == []
     call(session, [1, 2, 3], [4])
     assert [trained(td) for td in session.trajectories()] == [[4]]

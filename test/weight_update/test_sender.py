@@ -551,6 +551,24 @@ def test_a_guarded_optimiser_waits_before_its_step(connect: Connect, monkeypatch
     assert value_in(engine, 0) == 5.0
 
 
+class Part(torch.Tensor):
+    """Stands for a tensor of which other ranks hold parts."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_sharded_weights_are_not_copied_behind_the_next_forward(connect: Connect) -> None:
+    engine = FakeFleet(1)
+    sender = connect(engine)
+    parts = {name: tensor.as_subclass(Part) for name, tensor in weights(6).items()}
+    with pytest.raises(ValueError, match="wait=False: sharded weights are gathered by all ranks"):
+        sender.publish(parts, wait=False)
+    assert (sender.wait_published(), engine.versions) == (0, [0])
+    assert sender.publish(parts) == 1
+    assert (sender.apply(1).failed, value_in(engine, 0)) == ({}, 6.0)
+
+
 # -- restarted replicas -----------------------------------------------------------------------------------------------
 
 

@@ -123,8 +123,8 @@ def run(config: GRPOConfig) -> None:
     from torchrl_moe.trainers.plan import Console
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # the engine computes at the same time
+    if config.rollout.max_staleness and not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(torch.get_num_threads() // 2, 1))  # the engine computes at the same time
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
         # all ranks take part in writing the model

@@ -237,7 +237,8 @@ class FakeFleet(FakeAsyncVLLM):
     @property
     def states(self) -> list[str]:
         """Names of the replicas' states."""
-        return [entry.state.name for entry in self.replica_table]
+        # `_name_`: each call of each replica logs all states, and `name` is a slow property of an enumeration
+        return [entry.state._name_ for entry in self.replica_table]
 
     @property
     def versions(self) -> list[int]:

@@ -76,10 +76,15 @@ def make_ray() -> Any:
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 
 
+def echo_code() -> str:
+    (code,) = re.findall(r"^```python\n([^`]*class Echo\(EngineProgram\).*?)^```", PAGE.read_text(), re.M | re.S)
+    return str(code)
+
+
 @pytest.fixture(scope="session")
 def echo_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineKind]:
     """The engine that docs/engines.md shows, as a user's module."""
-    (code,) = re.findall(r"^```python\n([^`]*class Echo\(EngineProgram\).*?)^```", PAGE.read_text(), re.M | re.S)
+    code = echo_code()
     assert code.count("\n") <= 150
     folder = tmp_path_factory.mktemp("echo")
     (folder / "echo_engine.py").write_text(code)
@@ -456,3 +461,19 @@ def test_a_shutdown_does_too_and_may_be_repeated(mortal: tuple[Any, Kind]) -> No
     replica.shutdown()
     check_dead(replica, kind, futures)
     replica.shutdown()
+
+
+def test_an_engine_whose_answer_has_a_field_of_another_type_is_lost_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = echo_code().replace('text="",', "text=7,")
+    assert wrong != echo_code()
+    (tmp_path / "numbers_for_text.py").write_text(wrong)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    replica = make_echo(engine_kind("numbers_for_text"))
+    try:
+        replica.wait_ready(SECONDS)
+        with pytest.raises(ReplicaDiedError, match=r"sent what is no message: .*[Ee]xpected `?str"):
+            replica.submit([ids_request("one", sampling_params={"max_tokens": 3})])[0].result(SECONDS)
+    finally:
+        replica.shutdown()

@@ -219,7 +219,7 @@ def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
     (warning,) = caught
     assert warning.category is UserWarning
     assert warning.filename == __file__ or ask != "score"  # the line that asks
-    text = r"^sample 0 has an engine's log-probs, but no 'sampling' .* scored at temperature 1, over the whole vocabulary\."
+    text = r"^sample 0 has an engine's log-probs, but no 'sampling' .* at temperature 1, over the whole vocabulary\."
     assert re.match(text, str(warning.message))
 
 

@@ -178,6 +178,9 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
         AsyncVLLM.connect("missing")
     with pytest.raises(EngineError, match="None runs in namespace 'elsewhere'"):
         AsyncVLLM.connect("lasting", namespace="elsewhere")
+    with pytest.raises(ValueError, match="add_replicas: other drivers"):
+        maker.add_replicas()
+    assert maker.num_replicas == 2
     with AsyncVLLM.connect("lasting", sampling_params={"max_tokens": 2}) as guest:
         assert (guest.name, guest.num_replicas, guest.engine_args) == ("lasting", 2, maker.engine_args)
         assert guest.sampling_params == {"max_tokens": 2}

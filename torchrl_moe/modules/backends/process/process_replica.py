@@ -8,7 +8,6 @@ know where the process runs. A :class:`LocalReplica` needs no Ray: its process i
 from __future__ import annotations
 
 import abc
-import contextlib
 import itertools
 import os
 import re
@@ -270,13 +269,16 @@ class EngineReplica(Replica, Generic[LinkT]):
     def _tail(self) -> str:
         return self._started().log_tail()
 
-    def _lost(self) -> None:
-        """Note that the process closed its socket, whether or not it said the reason."""
+    def _lost(self, unread: str) -> None:
+        """Note that nothing comes from the process any more; ``unread`` says why what came was no message."""
         if self._death is None:
-            stuck = self._started().outbox.overflowed
-            self._fail_all(
-                f"replica {self.index} " + ("did not keep up with what it was sent" if stuck else self._ending())
-            )
+            if unread:
+                reason = f"sent what is no message: {unread}\n{self._tail()}"
+            elif self._started().outbox.overflowed:
+                reason = "did not keep up with what it was sent"
+            else:
+                reason = self._ending()
+            self._fail_all(f"replica {self.index} {reason}")
 
 
 class LocalReplica(EngineReplica[Child]):
@@ -336,19 +338,23 @@ def _error(kind: str, text: str) -> Exception:
 
 def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
     """Handle messages until the process is gone, then clean up. The replica is held weakly: it may be collected."""
+    unread = ""
     try:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                kind, _, body = link.read(child.stream)
-                replica = reference()
-                if replica is None:
-                    break
-                replica._handle(kind, body)
-                del body, replica
+        while True:
+            kind, _, body = link.read(child.stream)
+            replica = reference()
+            if replica is None:
+                break
+            replica._handle(kind, body)
+            del body, replica
+    except EOFError:
+        pass
+    except OSError as error:
+        unread = "" if error.errno else str(error)  # the system numbers its own errors; these are of the link
     finally:
         # end the group first: a caller that learns of its death must find its memory free
         child.end()
         if (replica := reference()) is not None:
-            replica._lost()
+            replica._lost(unread)
         child.outbox.close()
         child.stream.close()

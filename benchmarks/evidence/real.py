@@ -1,0 +1,48 @@
+"""What GRPO with R3 teaches a real model: ``real_sums`` on two rewards, each run a process of the trainer's script.
+
+The model is what ``make real-model`` makes of SmolLM2-135M, after some supervised steps; where it was not made, these
+runs are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MODEL = Path("runs/real_moe_warm")
+STEPS, SEEDS = 30, 3
+TASKS: Mapping[str, Sequence[str]] = {
+    "even": (
+        "data.rewards=[tutorials.real_moe.rewards:even]", "rollout.prompts_per_step=8",
+        "rollout.drop_uniform_groups=false", "optim.lr=5e-4", "eval.prompts=32",
+    ),
+    "sums": (),
+}  # fmt: skip
+"""By name, what differs from ``real_sums``."""
+COLUMNS = (
+    "step", "reward", "held_out_reward", "uniform_groups", "dlogp_mean", "seconds_generate", "seconds_train",
+    "seconds_sync",
+)  # fmt: skip
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """What is trained."""
+    for seed in range(SEEDS if (MODEL / "model.safetensors").exists() else 0):
+        for task in TASKS:
+            yield {"task": task, "seed": seed, "steps": STEPS}
+
+
+def measured(task: str, seed: int, steps: int) -> Iterator[dict[str, object]]:
+    """Train once; yield a row for each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = [f"model.source={MODEL}", f"out={folder}/run", f"seed={seed}", f"steps={steps}", "save.dtype=auto"]
+        script = [sys.executable, "tutorials/grpo/train.py", "--config", "real_sums"]
+        subprocess.run([*script, *common, *TASKS[task]], check=True)
+        with open(f"{folder}/run/metrics.csv", newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                yield {name: row[name] for name in COLUMNS}
