@@ -41,7 +41,8 @@ LOOP = ROOT / "docs" / "loop.md"
 DIAGRAMS = sorted((DOCS / "figures").glob("*.svg"))
 COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-EXAMPLES = {"collector.method", "data.jsonl"}  # for any, in a message; a file
+EXAMPLES = {"collector.method", "data.jsonl", "report.py", "model.generate", "loss.mean"}
+"""For any, in a message; files; transformers' mixin; of what a loss returns."""
 
 
 def entries(page: Path) -> list[str]:
