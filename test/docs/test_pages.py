@@ -41,7 +41,8 @@ LOOP = ROOT / "docs" / "loop.md"
 DIAGRAMS = sorted((DOCS / "figures").glob("*.svg"))
 COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-EXAMPLES = {"collector.method", "data.jsonl", "loss.mean", "report.py"}  # any; of a TensorDict; two are files
+EXAMPLES = {"collector.method", "data.jsonl", "report.py", "model.generate", "loss.mean"}
+"""For any, in a message; files; transformers' mixin; of what a loss returns."""
 
 
 def entries(page: Path) -> list[str]:
@@ -274,7 +275,7 @@ def test_counts_are_of_what_there_is() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     beside_an_engine, newest = re.findall(r"(\d+) families replay exactly", compatibility_page.counts())
     assert {*re.findall(r"(\d+)(?: MoE)? families", readme)} == {newest}
-    assert {*re.findall(r"(\d+)(?= of 5\.19| with the release)", readme)} == {beside_an_engine}
+    assert {*re.findall(r"(\d+)(?= with the transformers)", readme)} == {beside_an_engine}
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert {*re.findall(r"(\d+)(?: conformance)? checks\b", pages)} == {str(len(CHECKS))}
     notebooks = len([*(ROOT / "tutorials").glob("*.ipynb")])
@@ -285,7 +286,7 @@ def test_counts_are_of_what_there_is() -> None:
 
 def kinds() -> dict[str, tuple[type, ...]]:
     """What pages call an object by -> its classes; a group of settings has its name."""
-    from transformers import GenerationMixin, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
     from torchrl_moe.http.sessions import Session
@@ -306,7 +307,7 @@ def kinds() -> dict[str, tuple[type, ...]]:
         "engine": (AsyncVLLM,),
         "lb": (LoadBalancer,),
         "loss": (GRPOLoss,),
-        "model": (PreTrainedModel, GenerationMixin),
+        "model": (PreTrainedModel,),
         "policy": (vLLMWrapper,),
         "replay": (RouterReplay,),
         "replica": (Replica,),
