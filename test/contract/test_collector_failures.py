@@ -115,7 +115,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_failure_costs_its_group_whole_is_counted_and_has_its_words(collect: Collect, case: str) -> None:
     env, words, reason = CASES[case]
-    collector = collect(env, groups_per_batch=2, order="fifo", max_failures=1, reward_timeout=1.0)
+    patience = 1.0 if reason == "reward_timeout" else 60.0
+    collector = collect(env, groups_per_batch=2, order="fifo", max_failures=1, reward_timeout=patience)
     batch: Any = next(iter(collector))
     assert (queries(batch), batch["next", "reward"].flatten().tolist()) == (["q0", "q0", "q2", "q2"], [1.0] * 4)
     stats = collector.stats()
