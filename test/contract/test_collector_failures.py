@@ -90,6 +90,11 @@ CASES = {
     "no number": (ending(lambda: "good"), "must return its reward, a number or one number per turn", "failed"),
     "wrong length": (ending(lambda: [1.0, 2.0]), "returned 2 rewards for 1 turns", "failed"),
     "beyond float32": (ending(lambda: 1e39), "a reward must be finite, in float32", "failed"),
+    "beyond float32, env": (
+        rewarding(lambda: torch.full((2, 1, 1), 1e39, dtype=torch.float64)),
+        "a reward must be finite, in float32",
+        "failed",
+    ),
     "an exit": (ending(lambda: raises(SystemExit(3))), "an episode raised SystemExit(3)", "failed"),
     "a Ctrl-C": (ending(lambda: raises(KeyboardInterrupt())), "an episode raised KeyboardInterrupt()", "failed"),
     "a hang": (ending(forever), "the episode did not continue within 1 s", "reward_timeout"),

@@ -231,7 +231,7 @@ def _check_rewards(rows: Sequence[TensorDictBase]) -> None:
         if not isinstance(reward, Tensor):
             given = getattr(reward, "data", reward)  # of a NonTensorData
             raise TypeError(f"the environment's reward is {given!r:.200}: a reward must be a tensor")
-        if not reward.isfinite().all():
+        if not reward.float().isfinite().all():
             raise ValueError(f"the environment's reward is {reward.tolist()}: a reward must be finite, in float32")
 
 
