@@ -109,7 +109,7 @@ real-model: venv ## make a real model on this machine: SmolLM2-135M as a Mixtral
 	made=runs/real_moe warm=runs/real_moe_warm
 	[ -e $$made/model.safetensors ] || $(VENV) tutorials/real_moe/make.py $$made --experts 4 --tokens 16384
 	[ -e $$warm/model.safetensors ] || $(VENV) tutorials/real_moe/warm_start.py $$made $$warm \
-	    --options chat=false max_terms=2 max_digits=2 --steps 30 --batch-size 48 --lr 2e-5
+	    --options chat=false max_terms=2 max_digits=2 --steps 15 --batch-size 48 --lr 2e-5
 
 train-real: real-model ## train that model on sums with R3: an hour
 	@export OMP_NUM_THREADS=$$(nproc)

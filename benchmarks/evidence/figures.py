@@ -156,13 +156,14 @@ def by_task(table: Table, file: Path) -> None:
     for one, task in zip(axes, panels, strict=True):
         rows = table.select(task=task)
         for name, label, color in (
-            ("reward", "64 or more sampled", "tab:blue"),
+            ("reward", "a step's answers, sampled", "tab:blue"),
             ("held_out_reward", "held out, greedy", "tab:orange"),
         ):
             points = _by((int(row["step"]), float(row[name])) for row in rows if row[name])
             _line(one, points, label, color)
-        one.set(title=f"{titles[task]} ({len({row['seed'] for row in rows})})", xlabel="step", ylim=(0, 1.03))
-    axes[0].set_ylabel("reward (seeds)")
+        seeds = len({row["seed"] for row in rows})
+        one.set(title=f"{titles[task]} (seeds: {seeds})", xlabel="step", ylim=(0, 1.03))
+    axes[0].set_ylabel("reward")
     axes[0].legend(loc="lower right")
     figure.savefig(file)
 
