@@ -151,10 +151,11 @@ def by_run(table: Table, file: Path) -> None:
 def by_task(table: Table, file: Path) -> None:
     """Reward of the real model over steps: of each step, and of held-out questions, greedy; all seeds."""
     titles = {"even": "reward: the number is even", "sums": "reward: the sum is right"}
-    panels = [task for task in titles if table.select(task=task)]
+    found = dict.fromkeys((row["task"], row["supervised"]) for row in table.rows)
+    panels = [(task, supervised) for task, supervised in found if task in titles]
     figure, axes = _figure(len(panels))
-    for one, task in zip(axes, panels, strict=True):
-        rows = table.select(task=task)
+    for one, (task, supervised) in zip(axes, panels, strict=True):
+        rows = table.select(task=task, supervised=supervised)
         for name, label, color in (
             ("reward", "a step's answers, sampled", "tab:blue"),
             ("held_out_reward", "held out, greedy", "tab:orange"),

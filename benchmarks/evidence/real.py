@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = Path("runs/real_moe_warm")
+SUPERVISED = 15  # steps, in the Makefile
 SEEDS, STEPS = 3, {"even": 30, "sums": 40}
 TASKS: Mapping[str, Sequence[str]] = {
     "even": (
@@ -34,11 +35,12 @@ def settings() -> Iterator[dict[str, Any]]:
     """What is trained."""
     for seed in range(SEEDS if (MODEL / "model.safetensors").exists() else 0):
         for task in TASKS:
-            yield {"task": task, "seed": seed, "steps": STEPS[task]}
+            yield {"task": task, "seed": seed, "steps": STEPS[task], "supervised": SUPERVISED}
 
 
-def measured(task: str, seed: int, steps: int) -> Iterator[dict[str, object]]:
+def measured(task: str, seed: int, steps: int, supervised: int) -> Iterator[dict[str, object]]:
     """Train once; yield a row for each step."""
+    del supervised  # the model says it
     with tempfile.TemporaryDirectory() as folder:
         common = [
             f"model.source={MODEL}",

@@ -227,6 +227,12 @@ def text_of(rows: list[dict[str, Any]], held_out: float | None = 0.75) -> str:
     return stream.getvalue()
 
 
+def test_where_all_experts_agree_what_differs_is_rounding() -> None:
+    text = text_of([step_row(0, agreement=1.0, dlogp_live=3.6e-7, dlogp_mean=3.8e-7)])
+    assert "3.6e-07" in text and "3.8e-07" in text and "of the mismatch" not in text
+    assert [line for line in text.splitlines() if "replay changes" in line and "nothing" in line]
+
+
 def test_the_numbers_are_those_of_the_rows() -> None:
     rows = [step_row(step) for step in range(10)]
     rows[0] |= {"held_out_reward": 0.5, "dlogp_live": 0.013, "agreement": 0.8}  # means 0.0049 and 0.89

@@ -613,8 +613,11 @@ class MoEGRPOTrainer(RunReports):
                 self.hooks.run("shutdown")
                 if self.collector is not None:
                     self.collector.shutdown()
+                can_continue = self.steps_done < self.config.steps and self.config.checkpoint.every > 0
                 self.progress.say(
-                    f"{self.steps_done} steps are done; metrics, samples and checkpoints: {self.config.out}"
+                    f"{self.steps_done} of {self.config.steps} steps are done"
+                    f"{', and resume=true continues' if can_continue else ''}; metrics, samples and checkpoints: "
+                    f"{self.config.out}"
                 )
 
     def _interrupt(self) -> None:
