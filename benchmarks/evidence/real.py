@@ -7,6 +7,7 @@ runs are left out.
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MODEL = Path("runs/real_moe_warm")
+MODEL = Path("runs/real_moe_warm_15")
 SUPERVISED = 15  # steps, in the Makefile
 SEEDS, STEPS = 3, {"even": 30, "sums": 40}
 TASKS: Mapping[str, Sequence[str]] = {
@@ -49,7 +50,8 @@ def measured(task: str, seed: int, steps: int, supervised: int) -> Iterator[dict
             f"steps={steps}",
         ]
         script = [sys.executable, "tutorials/grpo/train.py", "--config", "real_sums"]
-        subprocess.run([*script, *common, *TASKS[task]], check=True)
+        threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}  # generation and training take turns
+        subprocess.run([*script, *common, *TASKS[task]], check=True, env={**os.environ, **threads})
         with open(f"{folder}/run/metrics.csv", newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 yield {name: row[name] for name in COLUMNS}

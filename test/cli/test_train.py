@@ -78,9 +78,27 @@ def test_a_run_ends_with_its_last_step(tmp_path: Path, monkeypatch: MonkeyPatch,
     assert main(["train", f"out={tmp_path}", "--json"]) == 0 and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("staleness", "asked", "threads"), [(0, None, 4), (2, None, 2), (0, "3", 4), (2, "3", 4)])
+EXACT = [
+    "parity=exact",
+    "engine.kind=transformers",
+    "engine.arguments.dtype=float32",
+    "engine.arguments.max_model_len=64",
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "threads"),
+    [
+        ([], None, 4),
+        (["rollout.max_staleness=2"], None, 1),
+        ([], "3", 4),  # torch has read it when it was imported
+        (["rollout.max_staleness=2"], "3", 4),
+        ([*EXACT, "model.dtype=float32"], None, 3),
+        ([*EXACT, "model.dtype=float32", "engine.num_replicas=2"], None, 1),
+    ],
+)
 def test_an_idle_engine_leaves_its_cores_to_training(
-    staleness: int, asked: str | None, threads: int, tmp_path: Path, monkeypatch: MonkeyPatch
+    settings: list[str], asked: str | None, threads: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     found = []
 
@@ -90,13 +108,11 @@ def test_an_idle_engine_leaves_its_cores_to_training(
 
     monkeypatch.setattr("torchrl_moe.trainers.grpo_trainer.MoEGRPOTrainer", trainer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if asked is not None:  # torch has read it when it was imported
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked or "")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)
-        assert main(["train", f"out={tmp_path}", f"rollout.max_staleness={staleness}"]) == 1
+        assert main(["train", f"out={tmp_path}", *settings]) == 1
     finally:
         torch.set_num_threads(before)
     assert found == [threads]

@@ -123,8 +123,8 @@ def run(config: GRPOConfig) -> None:
     from torchrl_moe.trainers.plan import Console
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    if config.rollout.max_staleness and not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(torch.get_num_threads() // 2, 1))  # the engine computes at the same time
+    if not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(_threads(config, torch.get_num_threads()))
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
         # all ranks take part in writing the model
@@ -136,6 +136,14 @@ def run(config: GRPOConfig) -> None:
         if trainer.record.rows:
             console.print(trainer.summary())
         console.print(f"metrics, events, samples, figure and the trained model are in {folder}")
+
+
+def _threads(config: GRPOConfig, cores: int) -> int:
+    """Return how many threads train on a CPU, where engines take all of its cores but one."""
+    if config.parity == "exact":  # as many as a replica has, or sums are rounded in another order
+        return max((cores - 1) // config.engine.num_replicas, 1)
+    # engines are idle while a synchronous run trains, and in an asynchronous one never
+    return 1 if config.rollout.max_staleness else cores
 
 
 def _train(config: GRPOConfig, output: Output) -> None:

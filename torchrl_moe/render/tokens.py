@@ -491,7 +491,7 @@ def describe(token: ShownToken, layer: int | None = None) -> str:
         lines.append(f"version {token.version}")
     if token.kept is not None:
         kept = "all" if not token.kept else token.kept if token.kept > 0 else f"all but {-token.kept}"
-        lines.append(f"sampled from {kept} vocabulary entries")
+        lines.append(f"sampled from {kept} vocabulary {'entry' if token.kept in (1, -1) else 'entries'}")
     layers = [known for known in token.experts if layer is None or known == layer]
     lines += [f"layer {at}: experts {', '.join(map(str, token.experts[at]))}" for at in layers[:SHOWN_LAYERS]]
     hidden = len(layers) - SHOWN_LAYERS

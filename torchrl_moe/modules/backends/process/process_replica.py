@@ -342,16 +342,18 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
     unread = ""
     try:
         while True:
-            kind, _, body = link.read(child.stream)
+            try:
+                kind, _, body = link.read(child.stream)
+            except EOFError:
+                break
+            except OSError as error:
+                unread = "" if error.errno else str(error)  # the system numbers its own errors; these are of the link
+                break
             replica = reference()
             if replica is None:
                 break
             replica._handle(kind, body)
             del body, replica
-    except EOFError:
-        pass
-    except OSError as error:
-        unread = "" if error.errno else str(error)  # the system numbers its own errors; these are of the link
     finally:
         # end the group first: a caller that learns of its death must find its memory free
         child.end()
