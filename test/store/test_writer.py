@@ -261,6 +261,22 @@ def test_a_chain_of_patches_ends_before_it_is_as_long_as_the_whole(tmp_path: Pat
     assert _at(tmp_path, 14)[0][1].equal(torch.where(torch.arange(1000) < 240, _at(tmp_path, 14)[0][1], 0.0))
 
 
+def test_a_reader_that_comes_after_fifty_versions_has_the_newest_exactly(tmp_path: Path) -> None:
+    """One number changes each time: 32 patches after version 1, then a whole version, and 16 patches after that."""
+    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(10_000)
+    bases = []
+    for version in range(1, 51):
+        tensor = tensor.clone()
+        tensor[version] = version
+        bases.append(writer.publish([("a", tensor)], version).base)
+    assert [version for version, base in enumerate(bases, start=1) if base is None] == [1, 34]
+    reader = WeightStoreReader(tmp_path)
+    manifest = reader.manifest(50)
+    reader.verify(manifest)
+    with reader.reading(manifest, verify=True) as held:
+        assert held["a"].equal(tensor) and held["a"].sum() == 50 * 51 / 2
+
+
 def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
     writer, reader = WeightStoreWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
     writer.publish(tensors(a=1, b=1).items(), 1)
