@@ -150,7 +150,7 @@ def by_run(table: Table, file: Path) -> None:
 
 def by_task(table: Table, file: Path) -> None:
     """Reward of the real model over steps: of each step, and of held-out questions, greedy; all seeds."""
-    titles = {"even": "reward: the number is even", "sums": "reward: the sum is right"}
+    titles = {"even": "reward: even numbers", "sums": "reward: sums"}
     found = dict.fromkeys((row["task"], row["supervised"]) for row in table.rows)
     panels = [(task, supervised) for task, supervised in found if task in titles]
     figure, axes = _figure(len(panels))

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.evidence import gradients, lengths, runs
-from benchmarks.evidence.figures import middle
-from benchmarks.evidence.table import Table
+from benchmarks.evidence import gradients, lengths, real, runs
+from benchmarks.evidence.figures import by_task, middle
+from benchmarks.evidence.table import DATA, KEYS, VERSIONS, Table
 from torchrl_moe.testing import Noise
+from torchrl_moe.trainers.run_record import COLUMNS
 
 
 def test_the_effective_sample_size_by_hand() -> None:
@@ -139,3 +140,39 @@ def test_a_run_of_a_few_steps(arm: str, tmp_path: Path, monkeypatch: pytest.Monk
     # a second run begins with the same model, from the file
     assert [file.name for file in tmp_path.iterdir()] == ["start-2-8-2-0.pt"]
     assert list(runs.measured("random flips 1", 0, arm, 1e-4, 0, 4)) == rows
+
+
+def test_the_real_model_is_left_out_where_it_was_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert list(real.settings()) == [] and "`make real-model` makes it" in capsys.readouterr().err
+    made = Path(real.MODEL.format(real.SUPERVISED))
+    made.mkdir(parents=True)
+    (made / "model.safetensors").touch()
+    wanted = list(real.settings())
+    assert [(one["seed"], one["task"]) for one in wanted[:3]] == [(0, "even"), (0, "sums"), (1, "even")]
+    assert all({*one} == {*KEYS["real"]} for one in wanted)
+
+
+def test_a_run_of_the_real_model_is_rows_like_those_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def train(command: list[str], **_: object) -> None:
+        asked.extend(command)
+        (out,) = (Path(one.removeprefix("out=")) for one in command if one.startswith("out="))
+        out.mkdir()
+        written = {name: "" for name in COLUMNS} | {"step": "0", "reward": "0.5", "held_out_reward": "0.25"}
+        (out / "metrics.csv").write_text(f"{','.join(written)}\n{','.join(written.values())}\n")
+
+    monkeypatch.setattr(real.subprocess, "run", train)
+    what = {"task": "even", "seed": 2, "steps": 30, "supervised": 15}
+    (row,) = real.measured(**what)
+    assert (row["step"], row["reward"], row["held_out_reward"], row["dlogp_mean"]) == ("0", "0.5", "0.25", "")
+    assert {"model.source=runs/real_moe_warm_15", "seed=2", "steps=30", "optim.lr=5e-4"} <= {*asked}
+    kept = Table(DATA / "real.csv", KEYS["real"])
+    assert [*kept.rows[0]] == [*what, *row, *VERSIONS]
+    by_task(kept, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

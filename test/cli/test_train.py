@@ -87,18 +87,20 @@ EXACT = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked", "threads"),
+    ("settings", "environment", "threads"),
     [
-        ([], None, 4),
-        (["rollout.max_staleness=2"], None, 1),
-        ([], "3", 4),  # torch has read it when it was imported
-        (["rollout.max_staleness=2"], "3", 4),
-        ([*EXACT, "model.dtype=float32"], None, 3),
-        ([*EXACT, "model.dtype=float32", "engine.num_replicas=2"], None, 1),
+        ([], {}, 4),
+        ([], {"WORLD_SIZE": "2"}, 1),
+        (["rollout.max_staleness=2"], {}, 1),
+        ([], {"OMP_NUM_THREADS": "3"}, 4),  # torch has read it when it was imported
+        (["rollout.max_staleness=2"], {"OMP_NUM_THREADS": "3"}, 4),
+        # of eight processors, say four cores with two threads each, an engine takes seven, and two take three each
+        ([*EXACT, "model.dtype=float32"], {}, 7),
+        ([*EXACT, "model.dtype=float32", "engine.num_replicas=2"], {}, 3),
     ],
 )
 def test_an_idle_engine_leaves_its_cores_to_training(
-    settings: list[str], asked: str | None, threads: int, tmp_path: Path, monkeypatch: MonkeyPatch
+    settings: list[str], environment: dict[str, str], threads: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     found = []
 
@@ -108,7 +110,11 @@ def test_an_idle_engine_leaves_its_cores_to_training(
 
     monkeypatch.setattr("torchrl_moe.trainers.grpo_trainer.MoEGRPOTrainer", trainer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv("OMP_NUM_THREADS", asked or "")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for name in ("OMP_NUM_THREADS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)

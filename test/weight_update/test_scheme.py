@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,21 @@ def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
     assert writing.exists()  # another user's
 
 
-def test_a_refused_scheme_leaves_no_folder_behind() -> None:
-    memory = Path("/dev/shm")
-    before = set(memory.glob("torchrl_moe-weights-*"))
+def test_a_refused_scheme_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []  # by this process: others make some in the same place meanwhile
+    make = tempfile.mkdtemp
+
+    def noted(*args: Any, **kwargs: Any) -> str:
+        folder = make(*args, **kwargs)
+        made.append(Path(folder))
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
     with pytest.raises(ValueError, match="keep_versions must be an integer of at least 2"):
         VLLMWeightSyncScheme(keep_versions=1)
-    assert set(memory.glob("torchrl_moe-weights-*")) == before
+    assert not [folder for folder in made if folder.exists()]
+    VLLMWeightSyncScheme().shutdown()  # one that is not refused makes its folder in this way
+    assert made
 
 
 def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: Path) -> None:

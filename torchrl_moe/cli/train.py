@@ -124,7 +124,7 @@ def run(config: GRPOConfig) -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(_threads(config, torch.get_num_threads()))
+        torch.set_num_threads(_threads(config, torch.get_num_threads()))  # else torch has read it
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
         # all ranks take part in writing the model
@@ -138,12 +138,15 @@ def run(config: GRPOConfig) -> None:
         console.print(f"metrics, events, samples, figure and the trained model are in {folder}")
 
 
-def _threads(config: GRPOConfig, cores: int) -> int:
-    """Return how many threads train on a CPU, where engines take all of its cores but one."""
+def _threads(config: GRPOConfig, all_cores: int) -> int:
+    """Return how many threads train on a CPU, of which engines leave one core."""
+    from torchrl_moe.modules.backends.engine_kind import threads_on_a_cpu
+
     if config.parity == "exact":  # as many as a replica has, or sums are rounded in another order
-        return max((cores - 1) // config.engine.num_replicas, 1)
-    # engines are idle while a synchronous run trains, and in an asynchronous one never
-    return 1 if config.rollout.max_staleness else cores
+        return threads_on_a_cpu(config.engine.num_replicas)
+    # engines are idle while a synchronous run trains, and in an asynchronous one never; ranks share the cores
+    shares = config.rollout.max_staleness > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return 1 if shares else all_cores
 
 
 def _train(config: GRPOConfig, output: Output) -> None:

@@ -326,7 +326,7 @@ def test_a_start_that_fails_leaves_nothing_in_the_cluster(ray_cluster: Any) -> N
         broken = {"model": "toy", "start": {"error": "no such model", "sleeper": True}}
         AsyncVLLM.launch(broken, 2, backend="ray", name="broken", resources={"CPU": 1})
     until(lambda: groups_in_use() == [] and running_services(NAMESPACE) == {})
-    with pytest.raises(EngineError, match=r"(?s)It waits for a node with {'CPU': 64.0} free.*TORCHRL_VLLM_TIMEOUT"):
+    with pytest.raises(EngineError, match=r"(?s)TORCHRL_VLLM_TIMEOUT.*It waits for a node with {'CPU': 64.0} free"):
         AsyncVLLM({"model": "toy"}, backend="ray", resources={"CPU": 64}).start(timeout_seconds=2.0)
     until(lambda: groups_in_use() == [])
 

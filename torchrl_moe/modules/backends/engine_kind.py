@@ -94,10 +94,14 @@ def process_environment(devices: str | None, num_replicas: int) -> dict[str, str
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
-    # measured: one thread more than there are free cores makes a step ten times slower
-    threads = max(((os.cpu_count() or 2) - 1) // num_replicas, 1)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("OMP_NUM_THREADS", str(threads_on_a_cpu(num_replicas)))
     return environment
+
+
+def threads_on_a_cpu(num_replicas: int) -> int:
+    """Return how many threads a local replica has where ``OMP_NUM_THREADS`` is not set."""
+    # measured: one thread more than there are free cores makes a step ten times slower
+    return max(((os.cpu_count() or 2) - 1) // num_replicas, 1)
 
 
 def _is_of_launcher(name: str) -> bool:

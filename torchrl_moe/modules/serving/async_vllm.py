@@ -287,8 +287,8 @@ class AsyncVLLM(GenerationService):
             raise
         except EngineError as error:
             raise EngineError(
-                f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
-                f"{TIMEOUT_VARIABLE}."
+                f"not all replicas started within {seconds:g} s: raise timeout_seconds, or the environment's "
+                f"{TIMEOUT_VARIABLE}; {error}"
             ) from error
 
     # -- a service that other drivers can connect to, in a Ray cluster: by its name, or by a pickled engine -----------

@@ -98,8 +98,7 @@ class EngineReplica(Replica, Generic[LinkT]):
             return self._ready.result(timeout)
         except FutureTimeout:
             raise EngineError(
-                f"replica {self.index} was not ready within {timeout:.0f} s; TORCHRL_VLLM_TIMEOUT_SECONDS allows more. "
-                f"The end of its log:\n{self._tail()}"
+                f"replica {self.index} was not ready within {timeout:.0f} s. Its log so far:\n{self._tail()}"
             ) from None
 
     def _started(self) -> LinkT:
