@@ -21,7 +21,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +184,7 @@ def executed(notebook: NotebookNode, cell_seconds: int = MOST_SECONDS) -> Notebo
 
     Raises:
         CellExecutionError: a cell raised.
+        CellTimeoutError: a cell took longer.
     """
     notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
@@ -244,7 +245,7 @@ def run_one(path: Path, settings: Settings, write: bool) -> list[str]:
     began = time.perf_counter()
     try:
         run = executed(with_head(stored, path.stem, settings) if write else stored)
-    except CellExecutionError as error:
+    except (CellExecutionError, CellTimeoutError) as error:
         return [str(error)]
     seconds = time.perf_counter() - began
     slow = f", more than {MOST_SECONDS}" if seconds > MOST_SECONDS else ""

@@ -318,7 +318,7 @@ def expert_figure(load: npt.ArrayLike, agreement: npt.ArrayLike | None = None, t
     Raises:
         ValueError: another rank, or two shapes.
     """
-    from torchrl_moe.render.figures import NotebookFigure
+    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
 
     panels: dict[str, tuple[npt.NDArray[np.float64], float | None, str]] = {}
     panels["load, 1 = even"] = (np.asarray(load, dtype=np.float64), None, "viridis")
@@ -333,6 +333,8 @@ def expert_figure(load: npt.ArrayLike, agreement: npt.ArrayLike | None = None, t
         axes.set_facecolor("lightgrey")
         image = axes.imshow(values, aspect="auto", interpolation="nearest", vmin=0.0, vmax=top, cmap=colors)
         axes.set(title=name, xlabel="expert", ylabel="layer")
+        whole_ticks(axes.xaxis)
+        whole_ticks(axes.yaxis)
         figure.colorbar(image, ax=axes)
     figure.suptitle(title)
     return figure
