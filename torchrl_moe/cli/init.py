@@ -53,8 +53,6 @@ optim:
 """
 CONFIG = """\
 # torchrl-moe train --config config.yaml, in this folder. --cfg prints every setting there is.
-defaults: [grpo_config, _self_] # all that is not named here
-
 out: run # metrics, samples, checkpoints and the trained model
 steps: 30
 

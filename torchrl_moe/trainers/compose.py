@@ -25,7 +25,7 @@ CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
 """Settings that a checkpoint's weights, or its position in the data, depend on."""
 
-ConfigStore.instance().store(name="grpo_config", node=as_dict(GRPOConfig()))
+ConfigStore.instance().store(name="grpo_config", node={})  # which files for earlier versions begin with
 
 
 def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) -> GRPOConfig:
@@ -121,7 +121,7 @@ def _names() -> str:
 
 def _config(composed: DictConfig | ListConfig) -> GRPOConfig:
     """Return a configuration; all keys and values are those of the schema, or a ``ConfigError`` names the first."""
-    found = OmegaConf.to_container(composed, resolve=True)
+    found = OmegaConf.to_container(OmegaConf.merge(as_dict(GRPOConfig()), composed), resolve=True)
     if not isinstance(found, dict):
         raise ConfigError(f"a configuration is a mapping of settings, got {found!r:.60}")
     return GRPOConfig(**{str(name): value for name, value in found.items()})
@@ -130,7 +130,7 @@ def _config(composed: DictConfig | ListConfig) -> GRPOConfig:
 def saved_config(file: Path) -> GRPOConfig:
     """Return the configuration that a run has saved."""
     try:
-        return _config(OmegaConf.merge(as_dict(GRPOConfig()), OmegaConf.load(file)))
+        return _config(OmegaConf.load(file))
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"{file}: {_line(error)}") from error
 

@@ -885,5 +885,6 @@ def _explanations(group: type[Settings]) -> dict[str, str]:
     for name, kind in _types(group).items():  # type: ignore[arg-type]  # a class is hashable
         if isinstance(kind, type) and issubclass(kind, Settings):
             about[name] = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-    # without the marks of documentation
-    return {name: re.sub(r":\w+:`~?|`", "", about[name]) for name in _types(group)}  # type: ignore[arg-type]
+    # without the marks of documentation, and in the words of YAML
+    names = list(_types(group))  # type: ignore[arg-type]
+    return {name: re.sub(r":\w+:`~?|`", "", about[name]).replace("None", "null") for name in names}
