@@ -47,75 +47,6 @@ from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_mode
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.transports.base import StageReport
 
-# -- trainers of adapters and of whole weights in turn -----------------------------------------------------------------
-
-
-HOW: tuple[Any, ...] = ("digest", 1, None)
-HOW_TO_SWAP: tuple[Any, ...] = ("keep", False, None, 60.0)
-
-
-class Weights:
-    """Whole weights of an engine."""
-
-    replaced = False
-
-    def __init__(self) -> None:
-        self.opened: list[str] = []
-        self.error: str | None = None
-
-    async def init(self, transport: str, options: Any) -> None:
-        self.opened.append(transport)
-
-    async def stage(self, version: int, *how: Any) -> StageReport:
-        return StageReport(seconds=0.0, nbytes=0, digest="whole")
-
-    async def swap(self, version: int, *how: Any) -> SwapReport:
-        return SwapReport(started=self.error is None, error=self.error)
-
-
-class Adapters:
-    """Adapters that take what they are given."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def init(self, options: Any, replaced: bool) -> None:
-        self.log.append(f"in {options['folder']}, {replaced=}")
-
-    async def stage(self, version: int) -> StageReport:
-        return StageReport(seconds=0.0, nbytes=0, digest=f"adapter {version}")
-
-    def swap(self, version: int) -> SwapReport:
-        self.log.append(f"swapped {version}")
-        return SwapReport()
-
-    def leave(self) -> None:
-        self.log.append("left")
-
-
-def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns() -> None:
-    weights, requests, adapters = Weights(), SimpleNamespace(adapter=None), Adapters()
-    updates: Any = Updates(weights, requests, adapters)  # type: ignore[arg-type]
-
-    async def run() -> None:
-        await updates.open("adapter", {"folder": "here"})
-        assert (await updates.stage(5, *HOW)).digest == "adapter 5"
-        assert (await updates.swap(5, *HOW_TO_SWAP)).error is None
-        adapter = requests.adapter = object()
-        await updates.open("memmap", {})
-        assert (await updates.stage(5, *HOW)).digest == "whole"
-        weights.error = "x"
-        assert (await updates.swap(5, *HOW_TO_SWAP)).error == "x"
-        assert requests.adapter is adapter  # the old weights serve on, and it with them
-        weights.error = None
-        assert (await updates.swap(5, *HOW_TO_SWAP)).error is None
-        assert requests.adapter is None
-
-    asyncio.run(run())
-    assert adapters.log == ["in here, replaced=False", "swapped 5", "left"]
-    assert weights.opened == ["memmap"]
-
-
 # -- the weight check --------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +58,8 @@ def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
 
 
 def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
+    from vllm import SamplingParams
+
     engine = FakeLLM()
     ask(engine)
     prompt, params, name = engine.prompts[0]
@@ -134,22 +67,8 @@ def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt()
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
     assert is_weight_check(params)
     params.max_tokens = 2  # then it would have steps of its own for as long as it likes
-    assert not is_weight_check(params)
-
-
-def test_requests_of_users_are_no_canaries() -> None:
-    from vllm import SamplingParams
-
-    assert not is_weight_check(None)
-    assert not is_weight_check(SamplingParams(max_tokens=1))
-    assert not is_weight_check(SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}}))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("canary", [None, CANARY])
-def test_a_token_whose_log_prob_is_no_number_is_wrong(bad: float, canary: Any) -> None:
-    with pytest.raises(WeightSyncError, match="the new weights give a log-prob that is not a number"):
-        ask(FakeLLM(logprob=bad), canary)
+    ours = SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}})
+    assert not any(map(is_weight_check, (params, None, SamplingParams(max_tokens=1), ours)))
 
 
 def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
@@ -160,6 +79,8 @@ def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
     assert params.prompt_logprobs == 0
     with pytest.raises(WeightSyncError, match=r"by up to 2.0e-03 \(at token 2: -2.002 and -2\), allowed: 1.0e-03"):
         ask(FakeLLM(prompt_logprobs=(-1.0015, -2.002)), CANARY)
+    with pytest.raises(WeightSyncError, match="not a number"):
+        ask(FakeLLM(logprob=math.nan), CANARY)
 
 
 def test_a_question_behind_a_long_queue_is_dropped_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +120,12 @@ class AdapterBench:
         self.engine, self.requests = FakeLLM(lora=lora), Requests()
         self.versions = AdapterVersions(self.engine, self.requests)  # type: ignore[arg-type]
 
-    async def stage(self, version: int) -> Any:
+    def publish(self, version: int) -> Any:
         files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"v%d" % version}
-        manifest = self.writer.publish(adapter_tensors(files).items(), version)
+        return self.writer.publish(adapter_tensors(files).items(), version)
+
+    async def stage(self, version: int) -> Any:
+        manifest = self.publish(version)
         report = await self.versions.stage(version)
         assert (report.digest, report.nbytes) == (manifest.digest, 4)
         return report
@@ -274,16 +198,6 @@ def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_s
     run_adapters(script)
 
 
-def test_whole_weights_take_the_adapters_place(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.update(1)
-        bench.versions.leave()
-        bench.versions.leave()
-        await bench.until()
-
-    run_adapters(script)
-
-
 def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(run_adapters: RunAdapters) -> None:
     async def script(bench: AdapterBench) -> None:
         await bench.update(1)
@@ -312,6 +226,34 @@ def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
         bench.versions.init({"folder": str(bench.folder)}, False)
     with pytest.raises(WeightSyncError, match="not initialised"):
         asyncio.run(bench.versions.stage(1))
+
+
+def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(run_adapters: RunAdapters, tmp_path: Path) -> None:
+    whole = WeightStoreWriter(tmp_path / "whole").publish([("w", torch.ones(4))], 5)
+
+    async def script(bench: AdapterBench) -> None:
+        updates = Updates(make(bench.engine), bench.requests, bench.versions)  # type: ignore[arg-type]
+
+        async def stage_and_swap(version: int, digest: str) -> str | None:
+            assert (await updates.stage(version, "digest", 1, None)).digest == digest
+            return (await updates.swap(version, "keep", False, None, 60.0)).error
+
+        await updates.open("adapter", {"folder": str(bench.folder)})
+        assert await stage_and_swap(1, bench.publish(1).digest) is None
+        adapter = bench.requests.adapter
+        await updates.open("memmap", {"folder": str(tmp_path / "whole")})
+        bench.engine.fail["start"] = RuntimeError("x")
+        assert await stage_and_swap(5, whole.digest) == "RuntimeError: x"
+        assert bench.requests.adapter is adapter is not None  # the old weights serve on, and it with them
+        bench.engine.fail.clear()
+        for _ in range(2):
+            assert await stage_and_swap(5, whole.digest) is None
+            assert bench.requests.adapter is None
+        await bench.until()
+        with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
+            await updates.open("adapter", {"folder": str(bench.folder)})
+
+    run_adapters(script)
 
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
@@ -404,31 +346,19 @@ def test_a_swap_is_one_transaction_that_ends_with_a_probe_and_it_is_the_first_to
     assert weights.version == 7
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
+@pytest.mark.parametrize("whole", [[True, True], [True, False], RuntimeError("the engine is dead")])
+@pytest.mark.parametrize(("step", "done"), [("pause", 1), ("start", 2), ("update", 3), ("finish", 4)])
 def test_an_update_that_fails_pauses_the_engine_unless_the_old_weights_are_whole(
-    step: str, done: int, whole: bool
+    step: str, done: int, whole: Any
 ) -> None:
     engine = FakeLLM()
-    engine.fail[step], engine.whole = RuntimeError("boom"), [True, whole]
+    engine.fail[step], engine.whole = RuntimeError("boom"), whole
     weights = make(engine)
     report = swap(weights)
-    assert (report.started, report.error) == (not whole, "RuntimeError: boom")
-    assert engine.log == [*GOOD[:done], *(["resume"] if whole else [])]
+    serves_on = step == "pause" or whole == [True, True]  # before the pause nobody has touched them
+    assert (report.started, report.error) == (not serves_on, "RuntimeError: boom")
+    assert engine.log == [*GOOD[:done], *(["resume"] if serves_on else [])]
     assert weights.version == 0
-
-
-def test_workers_that_do_not_answer_are_not_whole() -> None:
-    engine = FakeLLM()
-    engine.fail["update"] = RuntimeError("boom")
-
-    async def dead(method: str, args: tuple[Any, ...] = ()) -> Any:
-        raise RuntimeError("the engine is dead")
-
-    engine.collective_rpc = dead  # type: ignore[method-assign]
-    report = swap(make(engine))
-    assert (report.started, report.error) == (True, "RuntimeError: boom")
-    assert "resume" not in engine.log
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -537,6 +467,9 @@ def test_workers_are_looked_after_until_all_have_ended(tmp_path: Path) -> None:
     assert [entry[0] for entry in engine.log] == ["stage", "stage"]
     assert len(engine.reports) == 1
     assert found.fetched >= 1.0
+    engine.reports = [[report(), report(error="MemoryError: no room")]]
+    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
+        asyncio.run(staged(weights, 1))
 
 
 def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) -> None:
@@ -936,12 +869,6 @@ def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShe
         trainer.sender.shutdown()
 
 
-def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
-    bench = AdapterBench(tmp_path)
-    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
-        bench.versions.init({"folder": str(bench.folder)}, True)
-
-
 def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(run_adapters: RunAdapters) -> None:
     async def script(bench: AdapterBench) -> None:
         await bench.stage(1)
@@ -965,23 +892,3 @@ def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path
     found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
     assert found.digest == manifest.digest
     assert engine.log[-1] == ("stage", manifest.to_json(), True, 1)
-
-
-def test_a_worker_that_could_not_stage_says_why(tmp_path: Path) -> None:
-    engine = FakeLLM()
-    weights = memmap(engine, tmp_path)
-    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
-    asyncio.run(staged(weights, 1))
-    engine.reports = [[report(), report(error="MemoryError: no room")]]
-    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
-        asyncio.run(staged(weights, 1))
-
-
-def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
-    engine = FakeLLM()
-    engine.fail["pause"] = RuntimeError("no pause")
-    weights = make(engine)
-    report = swap(weights)
-    assert (report.started, report.error) == (False, "RuntimeError: no pause")
-    assert engine.log == [("pause", "keep", False), "resume"]
-    assert weights.version == 0
