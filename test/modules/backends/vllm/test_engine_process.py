@@ -1,9 +1,8 @@
-"""One engine process from the inside, over the toy engine; and over the real one, what only vLLM can show."""
+"""One engine process from the inside, over the toy engine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import signal
 import subprocess
@@ -21,13 +20,9 @@ from support.processes import ids_request
 from support.waiting import until
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
-from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import engine_program, link
 from torchrl_moe.modules.backends.process.engine_program import Load
-from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import (
-    Completion,
-    PauseMode,
     ProbeReport,
     ReplicaInfo,
     ReplicaStats,
@@ -35,59 +30,29 @@ from torchrl_moe.modules.backends.replica import (
     SwapReport,
 )
 from torchrl_moe.modules.backends.vllm import engine_requests
-from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep
+from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep, load_logger
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 # -- the stat logger ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def loads() -> tuple[Load, Any]:
-    from torchrl_moe.modules.backends.vllm.engine_process import load_logger
+def test_the_last_step_says_what_is_and_all_steps_are_counted() -> None:
+    from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
     load = Load()
-    return load, load_logger(load)
+    logger = load_logger(load)
 
+    def record(tokens: int, preempted: int, at: float, cache: PrefixCacheStats, **scheduler: Any) -> None:
+        step = IterationStats()
+        step.num_generation_tokens, step.num_preempted_reqs, step.iteration_timestamp = tokens, preempted, at
+        logger.record(SchedulerStats(prefix_cache_stats=cache, **scheduler), step, mm_cache_stats=None, engine_idx=0)
 
-def scheduler(running: int, waiting: int, usage: float, queries: int = 0, hits: int = 0) -> Any:
-    return SimpleNamespace(
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        kv_cache_usage=usage,
-        prefix_cache_stats=SimpleNamespace(queries=queries, hits=hits),
-    )
-
-
-def iteration(tokens: int, preempted: int, at: float) -> Any:
-    return SimpleNamespace(num_generation_tokens=tokens, num_preempted_reqs=preempted, iteration_timestamp=at)
-
-
-def test_the_last_step_says_what_is_and_all_steps_are_counted(loads: tuple[Load, Any]) -> None:
-    load, logger = loads
-    assert load == Load()
-    logger.record(scheduler(3, 2, 0.25, queries=10, hits=4), iteration(5, 1, 1000.0))
-    assert load == Load(
-        running=3,
-        waiting=2,
-        cache_usage=0.25,
-        tokens=5,
-        cache_queries=10,
-        cache_hits=4,
-        preemptions=1,
-        steps=1,
-        step_at=1000.0,
-    )
-    logger.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=0)
+    first = {"num_running_reqs": 3, "num_waiting_reqs": 2, "kv_cache_usage": 0.25}
+    record(5, 1, 1000.0, PrefixCacheStats(queries=10, hits=4), **first)
+    expected = {"running": 3, "waiting": 2, "cache_usage": 0.25, "tokens": 5, "cache_queries": 10, "cache_hits": 4}
+    assert load == Load(**expected, preemptions=1, steps=1, step_at=1000.0)
+    record(2, 0, 1001.0, PrefixCacheStats(queries=6), num_running_reqs=1, kv_cache_usage=0.125)
     assert load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
-
-
-def test_vllms_own_figures_have_these_names(loads: tuple[Load, Any]) -> None:
-    load, logger = loads
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-
-    theirs = IterationStats()
-    logger.record(SchedulerStats(num_running_reqs=2), theirs)
-    assert load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------
@@ -121,21 +86,7 @@ def leader() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_core_that_answers_is_well_even_if_its_answer_is_an_error(leader: subprocess.Popen[bytes]) -> None:
-    async def main() -> list[bool]:
-        core = Core()
-        core.free.set()
-        signs = EngineProbe(core)
-        first = await signs.read(5.0)
-        core.error = RuntimeError("no such call")
-        second = await signs.read(5.0)
-        assert core.pings == 2
-        return [first.core_answered, second.core_answered]
-
-    assert asyncio.run(main()) == [True, True]
-
-
-def test_a_core_that_does_not_answer_is_pinged_once_until_it_does(leader: subprocess.Popen[bytes]) -> None:
+def test_a_core_that_answers_is_well_and_one_that_does_not_is_pinged_once_until_it_does() -> None:
     async def main() -> None:
         core = Core()
         signs = EngineProbe(core)
@@ -143,6 +94,7 @@ def test_a_core_that_does_not_answer_is_pinged_once_until_it_does(leader: subpro
         assert core.pings == 1
         core.free.set()
         assert (await signs.read(5.0)).core_answered
+        core.error = RuntimeError("no such call")  # an answer, too
         assert (await signs.read(5.0)).core_answered
         assert core.pings == 2
 
@@ -630,25 +582,3 @@ def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeyp
 
     kinds = [message[0] for message in serve(script).sent]
     assert kinds == ["result", "died"]
-
-
-# -- what only vLLM can show ------------------------------------------------------------------------------------------
-
-
-def replica_of(engine: Any) -> LocalReplica:
-    replica = engine.replica_table[0].replica
-    assert isinstance(replica, LocalReplica)
-    return replica
-
-
-def generate(engine: Any, *requests: Request) -> list[Completion]:
-    return [future.result(60) for future in replica_of(engine).submit(requests)]
-
-
-@contextlib.contextmanager
-def paused(replica: LocalReplica, mode: PauseMode, clear_cache: bool = False) -> Iterator[None]:
-    replica.call(Engine.pause, 20, mode, clear_cache)
-    try:
-        yield
-    finally:
-        replica.call(Engine.resume, 20)
