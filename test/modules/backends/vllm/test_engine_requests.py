@@ -20,10 +20,8 @@ import numpy as np
 import pytest
 from vllm.exceptions import RetryableRequestError
 
-from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
-from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
 from torchrl_moe.modules.backends.vllm.engine_requests import (
     EngineRequests,
@@ -73,12 +71,6 @@ def output(*answers: SimpleNamespace, **fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**given, **fields})
 
 
-def flat(*positions: list[float]) -> SimpleNamespace:
-    """``FlatLogprobs``: the values of all positions in one list, and where each begins."""
-    starts = np.cumsum([0, *map(len, positions)])[:-1].tolist()
-    return SimpleNamespace(start_indices=starts, logprobs=[value for position in positions for value in position])
-
-
 def test_vllms_own_flat_container_is_read_like_its_list() -> None:
     from vllm.logprobs import FlatLogprobs, Logprob
 
@@ -90,7 +82,8 @@ def test_vllms_own_flat_container_is_read_like_its_list() -> None:
 
 
 def test_fields_are_taken_over_under_our_request_id() -> None:
-    completion = completion_from_vllm(output(answer(logprobs=flat([-1.0], [-2.0]), stop_reason=258)), request(), 5)
+    logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}]
+    completion = completion_from_vllm(output(answer(logprobs=logprobs, stop_reason=258)), request(), 5)
     assert (completion.request_id, completion.prompt, completion.num_cached_tokens) == ("ours", "hi", 2)
     assert completion.prompt_token_ids.tolist() == [104, 105, 33]
     assert completion.prompt_token_ids.dtype == np.int64
@@ -143,11 +136,8 @@ def test_times_are_differences_of_stamps_and_0_where_a_stage_was_not_reached(
 # -- rows to follow, on their way to the workers -----------------------------------------------------------------------
 
 
-LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
 ROWS = np.full((4, 3, 2), -1, np.int16)
 ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
-
-ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, "FancyRouter routes inside its kernel")
 
 
 def sampling_params(**fields: Any) -> Any:
@@ -170,6 +160,10 @@ def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
         assert one.extra_args["mine"] == [1]
         assert one.max_tokens == 3
     assert asked.extra_args == {"mine": [1]}
+    scheduled = SimpleNamespace(sampling_params=made)
+    assert (forced_of(scheduled).rows == ROWS).all()
+    assert forced_of(scheduled) is forced_of(scheduled)  # looked into once
+    assert forced_of(SimpleNamespace(sampling_params=None)).rows is None  # of a pooling model
 
 
 # -- requests across swaps ---------------------------------------------------------------------------------------------
@@ -372,7 +366,11 @@ class Bench:
             self.engine, self.weights, lambda c: self.done.update({c.request_id: c}), self.refused.__setitem__
         )
         self.weights.in_flight = self.requests
-        self.own = False  # whether requests bring an adapter of their own
+        self.own: object = None  # the adapter that requests bring
+        self.requests._adapters = SimpleNamespace(load=self._load)  # type: ignore[assignment]
+
+    async def _load(self, lora_request: Any) -> Any:
+        return self.own
 
     async def start(self, name: str = "r", resume: Completion | None = None, **params: Any) -> None:
         ids = np.array(PROMPT, np.int32)
@@ -602,17 +600,12 @@ def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> 
     one, two, own = object(), object(), object()
 
     async def script(bench: Bench) -> None:
-        class Own:
-            async def load(self, lora_request: Any) -> Any:
-                return own if bench.own else None
-
-        bench.requests._adapters = Own()  # type: ignore[assignment]
         await bench.start("bare", max_tokens=4)
         await bench.engine.step()
         bench.requests.change_adapter(one, 1)
-        bench.own = True
+        bench.own = own
         await bench.start("own", max_tokens=4)
-        bench.own = False
+        bench.own = None
         await bench.start("first", max_tokens=4)
         await bench.engine.step()
         bench.requests.change_adapter(two, 2)
@@ -635,16 +628,11 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
     """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
 
     async def script(bench: Bench) -> None:
-        class Own:
-            async def load(self, lora_request: Any) -> Any:
-                return object() if bench.own else None
-
-        bench.requests._adapters = Own()  # type: ignore[assignment]
         bench.requests.change_adapter(object(), 1)
         await bench.start("old", max_tokens=8)
-        bench.own = True
+        bench.own = object()
         await bench.start("own", max_tokens=8)
-        bench.own = False
+        bench.own = None
         await bench.engine.step(2)
         bench.requests.change_adapter(object(), 2)
         await bench.start("new", max_tokens=8)
@@ -673,9 +661,14 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------
 
 
-def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(run: Run) -> None:
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(run: Run, swapped: bool) -> None:
+    """In one that takes no requests, which a swap that aborts makes of the user's own."""
+
     async def script(bench: Bench) -> None:
-        await bench.weights.pause("wait", False)
+        await bench.weights.pause("keep" if swapped else "wait", False)
+        if swapped:
+            await bench.swap(1)
         bench.engine.refuses = True
         await bench.start(max_tokens=2)
         await asyncio.sleep(0.05)
@@ -685,7 +678,7 @@ def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(run:
         await bench.finish()
 
     bench = run(script)
-    check(bench.done["r"].outputs[0], 0, 0)
+    check(bench.done["r"].outputs[0], *[int(swapped)] * 2)
     assert not bench.refused
 
 
@@ -702,28 +695,3 @@ def test_a_request_that_was_refused_in_a_pause_can_be_aborted(run: Run, answers:
 
     bench = run(script)
     assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["r"].outputs] == [("abort", 0)] * answers
-
-
-def test_a_swap_that_aborts_in_an_engine_that_the_user_paused_leaves_one_that_takes_no_requests(run: Run) -> None:
-    """What comes then is refused once, and waits."""
-
-    async def script(bench: Bench) -> None:
-        await bench.weights.pause("keep", False)
-        await bench.swap(1)
-        bench.engine.refuses = True
-        await bench.start(max_tokens=2)
-        await asyncio.sleep(0.05)
-        assert bench.engine.refused == 1
-        await bench.weights.resume()
-        await bench.finish()
-
-    check(run(script).done["r"].outputs[0], 1, 1)
-
-
-def test_a_schedulers_request_is_looked_into_once() -> None:
-    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
-    forced = forced_of(request)
-    assert (forced.rows == ROWS).all()
-    assert forced_of(request) is forced
-    pooling = SimpleNamespace(sampling_params=None)
-    assert forced_of(pooling).rows is None
