@@ -26,10 +26,7 @@ from torchrl_moe.errors import EngineError, RequestRefusedError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    Request,
-)
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_chunked_prefill": True}
@@ -205,59 +202,6 @@ def generate_one(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs:
     params = {"max_tokens": max_tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
     params |= kwargs.pop("params", {})
     return engine.generate(prompts, params, use_tqdm=False, **kwargs)
-
-
-LETTERS = {"allowed_token_ids": list(range(97, 123))}
-LONG_GREEDY = {"temperature": 0.0, "max_tokens": 150, "logprobs": 0, "ignore_eos": True}
-
-
-def resume(engine: AsyncVLLM, partial: Any, params: dict[str, Any]) -> Any:
-    return engine.generate(resume=partial, sampling_params=params, use_tqdm=False)
-
-
-def assert_as_if_never_cut(done: Completion, whole: Completion) -> None:
-    for got, expected in zip(done.outputs, whole.outputs, strict=True):
-        assert got.token_ids.tolist() == expected.token_ids.tolist()
-        assert (got.text, got.finish_reason, got.stop_reason) == (
-            expected.text,
-            expected.finish_reason,
-            expected.stop_reason,
-        )
-        assert np.abs(got.logprobs - expected.logprobs).max() <= TOLERANCE
-        assert got.routed_experts.shape == (len(whole.prompt_token_ids) + len(got.token_ids) - 1, 4, 4)
-        assert np.array_equal(np.sort(got.routed_experts), np.sort(expected.routed_experts))
-        assert got.policy_versions.tolist() == [0] * len(got.token_ids)
-    assert (done.prompt, done.prompt_token_ids.tolist()) == (whole.prompt, whole.prompt_token_ids.tolist())
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_a_stop_string_across_the_cut_ends_the_answer_where_it_would_have(engine: AsyncVLLM) -> None:
-    params = {**LONG_GREEDY, **LETTERS, "max_tokens": 60}
-    (whole,) = engine.generate([HELLO], params, use_tqdm=False)
-    text = whole.outputs[0].text
-    place = max(k for k in range(1, len(text)) if text.find(text[k - 1 : k + 1]) == k - 1)
-    params["stop"] = text[place - 1 : place + 1]
-    (stopped,) = engine.generate([HELLO], params, use_tqdm=False)
-    assert (len(stopped.outputs[0].token_ids), stopped.outputs[0].finish_reason) == (place + 1, "stop")
-    assert_as_if_never_cut(resume(engine, cut(whole, place), params), stopped)
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_what_a_grammar_had_begins_again_and_what_had_no_token_too(engine: AsyncVLLM) -> None:
-    guided = {"choice": ["yes", "no"]}
-    params = {"max_tokens": 8, "logprobs": 0}
-    (whole,) = engine.generate(["Hi"], params, use_tqdm=False, guided_options_request=guided)
-    marked = cut(whole, 1)
-    marked.outputs[0].policy_versions = np.array([-5], np.int32)
-    done = engine.generate(
-        resume=[marked, cut(whole, 0)], sampling_params=params, use_tqdm=False, guided_options_request=guided
-    )
-    for completion in done:
-        assert completion.prompt == "Hi"
-        (output,) = completion.outputs
-        assert output.text in ("yes", "no")
-        assert set(output.policy_versions.tolist()) == {0}
-        assert output.routed_experts.shape[0] == 2 + len(output.token_ids) - 1
 
 
 @pytest.mark.engine("qwen3_moe", **CHUNKED)
@@ -487,18 +431,6 @@ def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineS
 
 def gaps(count: int) -> NDArray[np.bool_]:
     return np.random.default_rng(9).random(count) < 0.3
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_rows_stay_with_their_tokens_where_prompts_are_read_in_chunks(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    prompts = [random_ids(20 + seed, 90 + 31 * seed).tolist() for seed in range(6)]
-    rows = [None if seed == 2 else some_rows(layout, 50 + 31 * seed, seed) for seed in range(6)]
-    for completion, one in zip(follow(engine, prompts, rows), rows, strict=True):
-        if one is None:
-            assert reference.distance(completion) <= TOLERANCE
-        else:
-            check_followed(reference, completion, one)
 
 
 @pytest.mark.engine("qwen3_moe", **CHUNKED)
