@@ -10,7 +10,7 @@ import copy
 import itertools
 import pickle
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from vllm.exceptions import RetryableRequestError
 
+from support.loops import in_loop
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
@@ -392,9 +393,7 @@ class Bench:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
-    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
-
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     async def ask(canary: WeightCheck, seconds: float) -> str:
         engine: HandEngine = canary._engine
         await engine.step()  # what it froze makes tokens meanwhile
@@ -405,21 +404,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitabl
     async def send(canary: WeightCheck) -> None:
         pass
 
+    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
     monkeypatch.setattr(weights.WeightCheck, "ask", ask)
     monkeypatch.setattr(weights.WeightCheck, "send", send)
-
-    def play(script: Callable[[Bench], Awaitable[None]]) -> Bench:
-        async def main() -> Bench:
-            bench = Bench()
-            await script(bench)
-            return bench
-
-        return asyncio.run(main())
-
-    return play
-
-
-Run = Callable[[Callable[[Bench], Awaitable[None]]], Bench]
+    return Bench()
 
 
 def check(output: CompletionOutput, *versions: int) -> None:
@@ -435,7 +423,8 @@ def check(output: CompletionOutput, *versions: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: Run, seed: int) -> None:
+@in_loop
+async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(bench: Bench, seed: int) -> None:
     """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
     rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
     versions, dropped = itertools.count(1), False
@@ -473,25 +462,22 @@ def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: 
             bench.requests.abort(cut)
         await swapping
 
-    async def script(bench: Bench) -> None:
-        for _ in range(14):
-            action = rng.choice([start, start, swap, None])
-            if action is not None:
-                await action(bench)
-            if action is not start and bench.engine.reading is not None:
-                bench.engine.reading.set()
-                bench.engine.reading = None
-                await asyncio.sleep(0.03)
-            bench.engine.room = rng.choice([1, 2, 99])
-            await bench.engine.step(rng.randint(0, 2))
-            check_all(await bench.requests.snapshot())
-        if bench.engine.reading is not None:
+    for _ in range(14):
+        action = rng.choice([start, start, swap, None])
+        if action is not None:
+            await action(bench)
+        if action is not start and bench.engine.reading is not None:
             bench.engine.reading.set()
-        bench.engine.room = 99
-        await bench.finish()
-        assert dropped or all(len(made_by) == 1 for made_by in bench.engine.salts.values())
-
-    bench = run(script)
+            bench.engine.reading = None
+            await asyncio.sleep(0.03)
+        bench.engine.room = rng.choice([1, 2, 99])
+        await bench.engine.step(rng.randint(0, 2))
+        check_all(await bench.requests.snapshot())
+    if bench.engine.reading is not None:
+        bench.engine.reading.set()
+    bench.engine.room = 99
+    await bench.finish()
+    assert dropped or all(len(made_by) == 1 for made_by in bench.engine.salts.values())
     assert (bench.refused, len(bench.done)) == ({}, next(names))
     check_all(bench.done.values())
     for name, completion in bench.done.items():
@@ -500,66 +486,57 @@ def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: 
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(run: Run, steps: int) -> None:
+@in_loop
+async def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(bench: Bench, steps: int) -> None:
     """The last token of version 0, and the first one of version 1. vLLM does not see it, and continues."""
-
-    async def script(bench: Bench) -> None:
-        await bench.start(stop=chr(4) + chr(105), include_stop_str_in_output=True)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.engine.step(steps)
-        await bench.swap(2)
-        await bench.finish()
-
-    bench = run(script)
+    await bench.start(stop=chr(4) + chr(105), include_stop_str_in_output=True)
+    await bench.engine.step(2)
+    await bench.swap(1)
+    await bench.engine.step(steps)
+    await bench.swap(2)
+    await bench.finish()
     (output,) = bench.done["r"].outputs
     check(output, 0, 0, 1)
     assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 105])))
     assert len(bench.engine.asked) == 2
 
 
-def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.swap(1)
-        await bench.start()
-        await bench.engine.step(2)
-        await bench.engine.pause_generation(mode="abort", clear_cache=False)
-        await asyncio.sleep(0.01)
-
-    (output,) = run(script).done["r"].outputs
+@in_loop
+async def test_what_the_users_own_pause_cuts_stays_cut(bench: Bench) -> None:
+    await bench.swap(1)
+    await bench.start()
+    await bench.engine.step(2)
+    await bench.engine.pause_generation(mode="abort", clear_cache=False)
+    await asyncio.sleep(0.01)
+    (output,) = bench.done["r"].outputs
     check(output, 1, 1)
     assert output.finish_reason == "abort"
 
 
-def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.engine.step(2)
+@in_loop
+async def test_an_error_while_it_continues_refuses_the_request(bench: Bench) -> None:
+    await bench.start()
+    await bench.engine.step(2)
 
-        def fail(*arguments: Any, **options: Any) -> Any:
-            raise ValueError("too long now")
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("too long now")
 
-        bench.engine.generate = fail  # type: ignore[method-assign]
-        await bench.swap(1)
-        await asyncio.sleep(0.01)
-        assert len(bench.requests) == 0
-
-    bench = run(script)
+    bench.engine.generate = fail  # type: ignore[method-assign]
+    await bench.swap(1)
+    await asyncio.sleep(0.01)
+    assert len(bench.requests) == 0
     assert str(bench.refused["r"]) == "too long now"
     assert bench.done == {}
 
 
-def test_an_answer_that_vllm_ends_with_an_error_is_a_refusal(run: Run) -> None:
+@in_loop
+async def test_an_answer_that_vllm_ends_with_an_error_is_a_refusal(bench: Bench) -> None:
     """So vLLM ends one whose grammar no token fits; its tokens are none of the model's."""
-
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2)
-        await bench.engine.step(2)
-        next(iter(bench.engine.states.values())).reason = "error"
-        await bench.finish()
-        await asyncio.sleep(0.01)
-
-    bench = run(script)
+    await bench.start(n=2)
+    await bench.engine.step(2)
+    next(iter(bench.engine.states.values())).reason = "error"
+    await bench.finish()
+    await asyncio.sleep(0.01)
     assert isinstance(bench.refused["r"], ValueError)
     assert bench.done == {}
 
@@ -596,55 +573,49 @@ def had(*tokens: int, reason: str = "abort") -> Completion:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> None:
+@in_loop
+async def test_requests_keep_the_adapter_they_began_with_and_its_version(bench: Bench) -> None:
     one, two, own = object(), object(), object()
-
-    async def script(bench: Bench) -> None:
-        await bench.start("bare", max_tokens=4)
-        await bench.engine.step()
-        bench.requests.change_adapter(one, 1)
-        bench.own = own
-        await bench.start("own", max_tokens=4)
-        bench.own = None
-        await bench.start("first", max_tokens=4)
-        await bench.engine.step()
-        bench.requests.change_adapter(two, 2)
-        await bench.start("second", max_tokens=4)
-        assert bench.requests.uses(one)
-        assert bench.requests.uses(two)
-        await bench.finish()
-        assert not bench.requests.uses(one)
-
-    bench = run(script)
+    await bench.start("bare", max_tokens=4)
+    await bench.engine.step()
+    bench.requests.change_adapter(one, 1)
+    bench.own = own
+    await bench.start("own", max_tokens=4)
+    bench.own = None
+    await bench.start("first", max_tokens=4)
+    await bench.engine.step()
+    bench.requests.change_adapter(two, 2)
+    await bench.start("second", max_tokens=4)
+    assert bench.requests.uses(one)
+    assert bench.requests.uses(two)
+    await bench.finish()
+    assert not bench.requests.uses(one)
     assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
     versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
     assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
-    run: Run, clear_cache: bool
+@in_loop
+async def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
+    bench: Bench, clear_cache: bool
 ) -> None:
     """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
-
-    async def script(bench: Bench) -> None:
-        bench.requests.change_adapter(object(), 1)
-        await bench.start("old", max_tokens=8)
-        bench.own = object()
-        await bench.start("own", max_tokens=8)
-        bench.own = None
-        await bench.engine.step(2)
-        bench.requests.change_adapter(object(), 2)
-        await bench.start("new", max_tokens=8)
-        await bench.engine.step(2)
-        bench.engine.reading = asyncio.Event()
-        await bench.start("late", max_tokens=8)  # vLLM does not know it yet
-        bench.engine.reading.set()
-        bench.requests.adapter = None
-        await bench.swap(3, "keep", clear_cache)
-        await bench.finish()
-
-    bench = run(script)
+    bench.requests.change_adapter(object(), 1)
+    await bench.start("old", max_tokens=8)
+    bench.own = object()
+    await bench.start("own", max_tokens=8)
+    bench.own = None
+    await bench.engine.step(2)
+    bench.requests.change_adapter(object(), 2)
+    await bench.start("new", max_tokens=8)
+    await bench.engine.step(2)
+    bench.engine.reading = asyncio.Event()
+    await bench.start("late", max_tokens=8)  # vLLM does not know it yet
+    bench.engine.reading.set()
+    bench.requests.adapter = None
+    await bench.swap(3, "keep", clear_cache)
+    await bench.finish()
     versions = {name: done.outputs[0].policy_versions.tolist() for name, done in bench.done.items()}
     assert versions == {
         "old": [1] * 4 + [3] * 4,
@@ -662,36 +633,31 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(run: Run, swapped: bool) -> None:
+@in_loop
+async def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(bench: Bench, swapped: bool) -> None:
     """In one that takes no requests, which a swap that aborts makes of the user's own."""
-
-    async def script(bench: Bench) -> None:
-        await bench.weights.pause("keep" if swapped else "wait", False)
-        if swapped:
-            await bench.swap(1)
-        bench.engine.refuses = True
-        await bench.start(max_tokens=2)
-        await asyncio.sleep(0.05)
-        assert bench.engine.refused == 1  # it waits, and does not ask time and again
-        assert not bench.engine.asked
-        await bench.weights.resume()
-        await bench.finish()
-
-    bench = run(script)
+    await bench.weights.pause("keep" if swapped else "wait", False)
+    if swapped:
+        await bench.swap(1)
+    bench.engine.refuses = True
+    await bench.start(max_tokens=2)
+    await asyncio.sleep(0.05)
+    assert bench.engine.refused == 1  # it waits, and does not ask time and again
+    assert not bench.engine.asked
+    await bench.weights.resume()
+    await bench.finish()
     check(bench.done["r"].outputs[0], *[int(swapped)] * 2)
     assert not bench.refused
 
 
 @pytest.mark.parametrize("answers", [1, 2])
-def test_a_request_that_was_refused_in_a_pause_can_be_aborted(run: Run, answers: int) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.weights.pause("abort", False)
-        bench.engine.refuses = True
-        await bench.start(n=answers, max_tokens=2)
-        bench.requests.abort(["r"])
-        async with asyncio.timeout(10.0):
-            while len(bench.requests):
-                await asyncio.sleep(0.001)
-
-    bench = run(script)
+@in_loop
+async def test_a_request_that_was_refused_in_a_pause_can_be_aborted(bench: Bench, answers: int) -> None:
+    await bench.weights.pause("abort", False)
+    bench.engine.refuses = True
+    await bench.start(n=answers, max_tokens=2)
+    bench.requests.abort(["r"])
+    async with asyncio.timeout(10.0):
+        while len(bench.requests):
+            await asyncio.sleep(0.001)
     assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["r"].outputs] == [("abort", 0)] * answers
