@@ -61,9 +61,6 @@ def preload() -> str:
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     elif how == "hasty":  # its orphans get no time
         sys.modules["__main__"].ORPHAN_SECONDS = 0.3  # type: ignore[attr-defined]
-    elif how == "die":  # at the second fork: the first is a trial
-        forks: list[int] = []
-        os.register_at_fork(after_in_parent=lambda: forks.append(1) or (len(forks) > 1 and os.kill(os.getpid(), 9)))
     elif how == "wait":
         while not os.path.exists(argument):
             time.sleep(LOOK_SECONDS)

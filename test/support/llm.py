@@ -29,7 +29,7 @@ class FakeLLM:
         self.arriving: list[tuple[str, int]] = []  # tokens that come in after the pause, one per look
         self.begins: list[list[bool]] = []  # what workers answer when they are to stage, if not yes
         self.reports: list[list[dict[str, Any]]] = [[report()]]  # of staging, one per look; the last stays
-        self.whole: Any = [True]
+        self.whole: Any = [True]  # or why the workers do not say
         self.model_config = SimpleNamespace(enable_sleep_mode=True)
         self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace() if lora else None)
         self.adapters: dict[int, str] = {}  # number -> the file, of those that are loaded
@@ -78,6 +78,8 @@ class FakeLLM:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         name = method.removeprefix("torchrl_moe_")
         if name == "whole":
+            if isinstance(self.whole, Exception):
+                raise self.whole
             return self.whole
         if name == "staged":
             return self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]

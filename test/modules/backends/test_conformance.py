@@ -444,23 +444,18 @@ def check_dead(replica: Any, kind: Kind, futures: list[Future[Completion]]) -> N
     replica.abort(["late", "r0"])
 
 
-def test_a_death_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind]) -> None:
+@pytest.mark.parametrize("how", ["death", "shutdown"])
+def test_an_end_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind], how: str) -> None:
     replica, kind = mortal
     replica.call(Engine.pause, SECONDS, "keep", False)
     futures = replica.submit(requests(20, kind.slow))
-    kind.kill(replica)
+    if how == "death":
+        kind.kill(replica)
+    else:
+        replica.shutdown()
     check_dead(replica, kind, futures)
     replica.shutdown()
-    replica.shutdown()
-
-
-def test_a_shutdown_does_too_and_may_be_repeated(mortal: tuple[Any, Kind]) -> None:
-    replica, kind = mortal
-    replica.call(Engine.pause, SECONDS, "keep", False)
-    futures = replica.submit(requests(20, kind.slow))
-    replica.shutdown()
-    check_dead(replica, kind, futures)
-    replica.shutdown()
+    replica.shutdown()  # it may be repeated
 
 
 def test_an_engine_whose_answer_has_a_field_of_another_type_is_lost_with_the_reason(

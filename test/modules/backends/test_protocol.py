@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from support.loops import in_loop
 from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.errors import EngineError, RouteShapeError, RouteValueError, WeightSyncError
@@ -74,6 +75,12 @@ def test_a_completion_is_aborted_if_one_answer_is() -> None:
     assert not completion().aborted
 
 
+def test_a_request_knows_its_sampling_parameters_however_they_came() -> None:
+    for params, n in (({"n": 2}, 2), (SimpleNamespace(n=2), 2), (None, None)):
+        request = Request(request_id="r", sampling_params=params, prompt="hi")
+        assert (request.param("n"), request.param("logprobs")) == (n, None)
+
+
 @pytest.mark.parametrize(
     ("start", "outputs", "first"),
     [
@@ -92,13 +99,6 @@ def test_rows_that_the_caller_has_are_left_out(start: int, outputs: list[str], f
         assert one.routed_experts.tolist() == rows[first:].tolist()
     without = completion(output())
     assert without_known_rows(without, request).outputs[0].routed_experts is None
-
-
-@pytest.mark.parametrize("params", [{"n": 2}, SimpleNamespace(n=2)], ids=["mapping", "object"])
-def test_a_request_knows_its_sampling_parameters_however_they_came(params: object) -> None:
-    request = Request(request_id="r", sampling_params=params, prompt="hi")
-    assert (request.param("n"), request.param("logprobs")) == (2, None)
-    assert Request(request_id="r", sampling_params=None, prompt="hi").param("n") is None
 
 
 def test_a_completion_that_an_older_release_saved_can_be_read() -> None:
@@ -179,37 +179,25 @@ def test_words_named_step_by_step_are_those_of_the_mask(mask: torch.Tensor, data
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
-LEAVING = [
-    {"top_k": 5},
-    {"top_p": 0.9},
-    {"min_p": 0.1},
-    {"min_tokens": 2},
-    {"bad_words": ["x"]},
-    {"allowed_token_ids": [1]},
-    {"structured_outputs": {"regex": "a"}},
-]
-KEEPING: list[dict[str, Any]] = [
-    {},
-    {"top_k": 0},
-    {"top_k": -1},
-    {"top_p": 1},
-    {"min_p": 0.0},
-    {"min_tokens": 0},
-    {"bad_words": []},
-    {"allowed_token_ids": None},
-    {"temperature": 0.3, "max_tokens": 7, "stop": ["x"], "repetition_penalty": 1.5},
-]
 
-
-@pytest.mark.parametrize("params", LEAVING)
-def test_parameters_that_leave_ids_out(params: dict[str, Any]) -> None:
-    (name,) = params
-    assert leaves_ids_out(params.get) == name
-
-
-@pytest.mark.parametrize("params", KEEPING)
-def test_parameters_that_do_not(params: dict[str, Any]) -> None:
-    assert leaves_ids_out(params.get) is None
+@pytest.mark.parametrize(
+    ("name", "leaving", "keeping"),
+    [
+        ("top_k", 5, [0, -1]),
+        ("top_p", 0.9, [1]),
+        ("min_p", 0.1, [0.0]),
+        ("min_tokens", 2, [0]),
+        ("bad_words", ["x"], [[]]),
+        ("allowed_token_ids", [1], [None]),
+        ("structured_outputs", {"regex": "a"}, [None]),
+    ],
+)
+def test_parameters_that_leave_ids_out(name: str, leaving: Any, keeping: list[Any]) -> None:
+    others = {"temperature": 0.3, "max_tokens": 7, "stop": ["x"], "repetition_penalty": 1.5}
+    assert leaves_ids_out({name: leaving, **others}.get) == name
+    for value in keeping:
+        assert leaves_ids_out({name: value, **others}.get) is None
+    assert leaves_ids_out({}.get) is None
 
 
 # -- which requests follow recorded experts ----------------------------------------------------------------------------
@@ -220,25 +208,10 @@ WHY = "FancyRouter routes inside its kernel"
 ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, WHY)
 ROWS = np.array([[[-1, -1], [5, 3]], [[-1, -1], [-1, -1]]], np.int64)
 
-WIDE_ROWS = np.full((4, 3, 2), -1, np.int16)
-WIDE_ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
-
 
 def routed(**fields: Any) -> Request:
     return Request(
         **{"request_id": "a", "sampling_params": None, "prompt_token_ids": np.arange(3, dtype=np.int32), **fields}
-    )
-
-
-def with_rows(rows: Any) -> CompletionOutput:
-    ids: Any = np.array([7, 8])
-    return CompletionOutput(
-        index=0,
-        token_ids=ids,
-        text="",
-        finish_reason="abort",
-        policy_versions=ids.astype(np.int32),
-        routed_experts=rows,
     )
 
 
@@ -299,30 +272,16 @@ def test_words_that_an_engine_has_not_are_refused() -> None:
 
 def test_the_rest_of_an_answer_follows_its_first_part() -> None:
     recorded = np.array([[[0, 0], [5, 3]]] * 4, np.uint8)  # as vLLM gives them: 0 on a dense layer
-    rows = ABLE.of_part(routed(), with_rows(recorded))
+    rows = ABLE.of_part(routed(), output(routed_experts=recorded))
     assert rows is not None
     assert rows.dtype == np.int8
     assert (rows[:, 0] == -1).all()
     assert (rows[:, 1] == recorded[:, 1]).all()
-
-
-@pytest.mark.parametrize(
-    ("routes", "fields", "first"),
-    [
-        (ABLE, {}, None),  # it starts again
-        (ABLE, {}, with_rows(None)),  # its routes were not kept
-        (ABLE, {"on_resume": "live"}, with_rows(ROWS)),
-        (UNABLE, {}, with_rows(ROWS)),
-        (RequestRoutes(None, "no experts"), {}, with_rows(ROWS)),
-    ],
-)
-def test_the_rest_of_other_answers_is_routed_live(
-    routes: RequestRoutes, fields: dict[str, Any], first: CompletionOutput | None
-) -> None:
-    assert routes.of_part(routed(**fields), first) is None
-
-
-# -- the rules of weights that all engines have ------------------------------------------------------------------------
+    live = routed(on_resume="live")
+    assert ABLE.of_part(routed(), None) is None  # it starts again
+    assert ABLE.of_part(routed(), output()) is None  # its routes were not kept
+    for routes, request in ((ABLE, live), (UNABLE, routed()), (RequestRoutes(None, "no experts"), routed())):
+        assert routes.of_part(request, output(routed_experts=recorded)) is None
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
@@ -400,20 +359,18 @@ def swap(engine: Halves, digest: str, version: int = 5) -> Coroutine[Any, Any, S
     return engine.swap_weights(version, digest, "keep", False, None)
 
 
-def test_a_version_is_known_by_its_bytes_and_not_by_its_number() -> None:
-    async def run() -> None:
-        engine = Halves()
-        for digest in ("", "digest 1"):
-            refused = await swap(engine, digest)  # nothing was staged
-            assert (refused.started, refused.error) == (False, "version 5 is not what was staged last")
-        engine.found = 1
-        mine = (await stage(engine)).digest
-        engine.found = 2
-        await stage(engine)  # the same number, by another driver
-        assert (await swap(engine, mine)).error == "version 5 is not what was staged last"
-        assert engine.halves == (0, 0)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_version_is_known_by_its_bytes_and_not_by_its_number() -> None:
+    engine = Halves()
+    for digest in ("", "digest 1"):
+        refused = await swap(engine, digest)  # nothing was staged
+        assert (refused.started, refused.error) == (False, "version 5 is not what was staged last")
+    engine.found = 1
+    mine = (await stage(engine)).digest
+    engine.found = 2
+    await stage(engine)  # the same number, by another driver
+    assert (await swap(engine, mine)).error == "version 5 is not what was staged last"
+    assert engine.halves == (0, 0)
 
 
 def test_of_two_that_stage_at_the_same_time_the_first_hears_of_it() -> None:
@@ -426,26 +383,24 @@ def test_of_two_that_stage_at_the_same_time_the_first_hears_of_it() -> None:
     assert second.digest == "digest 0"
 
 
-def test_a_driver_that_is_not_the_owner_changes_nothing() -> None:
-    async def run() -> None:
-        engine = Halves()
-        CALLER.set("owner")
-        assert (await engine.claim_weights("the owner", False)).granted
-        digest = (await stage(engine)).digest
-        CALLER.set("other")
-        assert not await engine.owns_weights()
-        await engine.give_up_weights()  # of a claim that it has not
-        for refused in (stage(engine), engine.init_weights("memmap", {})):
-            with pytest.raises(WeightSyncError, match="takes its weights from the owner now"):
-                await refused
-        report = await swap(engine, digest)
-        assert (report.started, engine.halves) == (False, (0, 0))
-        assert "takes its weights from the owner now" in str(report.error)
-        CALLER.set("owner")
-        assert await engine.owns_weights()
-        assert (await swap(engine, digest)).error is None
-
-    asyncio.run(run())
+@in_loop
+async def test_a_driver_that_is_not_the_owner_changes_nothing() -> None:
+    engine = Halves()
+    CALLER.set("owner")
+    assert (await engine.claim_weights("the owner", False)).granted
+    digest = (await stage(engine)).digest
+    CALLER.set("other")
+    assert not await engine.owns_weights()
+    await engine.give_up_weights()  # of a claim that it has not
+    for refused in (stage(engine), engine.init_weights("memmap", {})):
+        with pytest.raises(WeightSyncError, match="takes its weights from the owner now"):
+            await refused
+    report = await swap(engine, digest)
+    assert (report.started, engine.halves) == (False, (0, 0))
+    assert "takes its weights from the owner now" in str(report.error)
+    CALLER.set("owner")
+    assert await engine.owns_weights()
+    assert (await swap(engine, digest)).error is None
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -520,14 +475,12 @@ def test_the_largest_difference_is_named(got: list[float], words: str) -> None:
         (Engine.stage_weights, (1, "digest", 1, None), "this engine has no weights to update"),
     ],
 )
-def test_what_an_engine_leaves_out_is_refused(verb: Any, arguments: tuple[Any, ...], message: str) -> None:
-    async def run() -> None:
-        engine = Halves()
-        engine.updates = None
-        await verb(engine, *arguments)
-
+@in_loop
+async def test_what_an_engine_leaves_out_is_refused(verb: Any, arguments: tuple[Any, ...], message: str) -> None:
+    engine = Halves()
+    engine.updates = None
     with pytest.raises(ValueError, match=message):
-        asyncio.run(run())
+        await verb(engine, *arguments)
 
 
 # -- which engine ------------------------------------------------------------------------------------------------------
@@ -592,17 +545,23 @@ def test_every_dtype_that_torch_can_save_is_known(tmp_path: Path) -> None:
     assert checkpoint_metadata(tmp_path) == {name: (dtype, torch.Size([2, 3])) for name, dtype in dtypes.items()}
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"])
-def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(EngineError, match=r"model\.safetensors' is not a readable safetensors file .*Git LFS"):
-        checkpoint_metadata(tmp_path)
+UNKNOWN_DTYPE = json.dumps({"a": {"dtype": "F3", "shape": [1], "data_offsets": [0, 1]}}).encode()
 
 
-def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F3", "shape": [1], "data_offsets": [0, 1]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0")
-    with pytest.raises(EngineError, match=r"model\.safetensors' .*F3"):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"no \*\.safetensors in .*save_pretrained"),
+        (b"", r"model\.safetensors' is not a readable safetensors file .*Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "is not a readable .*Git LFS"),
+        (len(UNKNOWN_DTYPE).to_bytes(8, "little") + UNKNOWN_DTYPE + b"0", r"model\.safetensors' .*F3"),
+    ],
+)
+def test_a_folder_without_readable_safetensors_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(EngineError, match=words):
         checkpoint_metadata(tmp_path)
 
 
@@ -616,41 +575,30 @@ def folder_with(path: Path, *names: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model.safetensors"],
-        ["consolidated.safetensors"],
-        ["pytorch_model.bin"],
-        ["pytorch_model.fp16.bin"],
-        ["adapter_config.json"],
-        ["model.gguf"],
-    ],
+FORMATS = (
+    *("model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "pytorch_model.fp16.bin"),
+    *("adapter_config.json", "model.gguf"),
 )
-def test_a_folder_may_have_its_weights_in_any_format(tmp_path: Path, names: list[str]) -> None:
-    check_weights(folder_with(tmp_path / "model", *names))
 
 
 @pytest.mark.parametrize("names", [[], ["tokenizer.json", "training_args.bin", "optimizer.pt"]])
-def test_a_folder_without_weights_is_named_with_what_it_lacks(tmp_path: Path, names: list[str]) -> None:
+def test_a_folder_has_weights_in_some_format_or_is_refused(tmp_path: Path, names: list[str]) -> None:
     folder = folder_with(tmp_path / "model", *names)
-    with pytest.raises(ValueError, match="has no weights") as caught:
+    with pytest.raises(ValueError, match=r"model' has no weights: .*save_pretrained"):
         check_weights(folder)
-    assert str(caught.value) == (
-        f"{str(folder)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes them"
-    )
+    for name in FORMATS:
+        (folder / name).touch()
+        check_weights(folder)
+        (folder / name).unlink()
 
 
 def test_files_that_the_index_names_and_the_folder_lacks_are_listed(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "model", "model-2.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(1, 7)}}))
-    with pytest.raises(ValueError, match="lacks") as caught:
+    listed = "model-1.safetensors, model-3.safetensors, model-4.safetensors and 2 more files, which its model"
+    with pytest.raises(ValueError, match=f"model' lacks {listed}"):
         check_weights(str(folder))
-    assert str(caught.value) == (
-        f"{str(folder)!r} lacks model-1.safetensors, model-3.safetensors, model-4.safetensors and 2 more files, "
-        "which its model.safetensors.index.json names: copy them there"
-    )
     for i in range(7):
         (folder / f"model-{i}.safetensors").touch()
     check_weights(folder)
@@ -677,6 +625,9 @@ def test_nothing_of_it_stays_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     load_tokenizer(tokenizer_files(ByteTokenizer(), trust_remote_code=False))
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"cannot be saved, so it cannot be sent: builtins\.object"):
+        tokenizer_files(object(), trust_remote_code=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/outside.json", "a/../../outside.json"])
@@ -687,17 +638,6 @@ def test_a_file_outside_of_its_folder_is_not_written(
     with pytest.raises(ValueError, match="a tokenizer has no file"):
         load_tokenizer({"files": {name: b"{}"}, "trust_remote_code": False})
     assert list(tmp_path.rglob("outside.json")) == []
-
-
-def test_a_folder_without_weights_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(EngineError, match=r"no \*\.safetensors in .*save_pretrained"):
-        checkpoint_metadata(tmp_path)
-
-
-def test_one_that_cannot_be_saved_is_refused_by_its_class() -> None:
-    with pytest.raises(ValueError, match=r"cannot be saved, so it cannot be sent: builtins\.object"):
-        tokenizer_files(object(), trust_remote_code=False)
 
 
 def test_reprs_show_counts_and_shapes_not_arrays() -> None:

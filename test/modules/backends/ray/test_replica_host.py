@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,32 +60,26 @@ SOME = RayService(
 )
 
 
-def test_a_name_is_read_as_it_was_written() -> None:
-    assert SOME.actor_name(11) == "my-replica-1-replica-11"
-    assert parse_actor_name(SOME.actor_name(11)) == ("my-replica-1", 11)
-
-
 @pytest.mark.parametrize("name", ["policy", "a/b", "a replica-1", "größe"])
-def test_a_groups_name_is_read_as_it_was_written(name: str) -> None:
+def test_a_name_is_read_as_it_was_written(name: str) -> None:
     service = dataclasses.replace(SOME, name=name, namespace="of/ours")
+    assert parse_actor_name(service.actor_name(11)) == (name, 11)
     assert parse_group_name(service.group_name(11, "0123abcd")) == ("of/ours", name, 11)
+    assert SOME.actor_name(11) == "my-replica-1-replica-11"
 
 
-def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH"):
-        monkeypatch.setenv(name, "x")
-    environment = forwarded_environment()
-    assert {"VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG"} <= environment.keys()
-    assert not {"VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH"} & environment.keys()
-
-
-def test_access_tokens_are_no_part_of_what_ray_keeps_and_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_or_is_secret_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray keeps and shows what goes along."""
+    settings = {"VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG", "HF_TOKEN_PATH", "VLLM_MAX_TOKENS"}
     tokens = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "VLLM_API_KEY": "key"}
-    settings = {"HF_TOKEN_PATH": "/a/file", "VLLM_MAX_TOKENS": "3"}
-    for name, value in {**tokens, **settings, "GITHUB_TOKEN": "not ours"}.items():
-        monkeypatch.setenv(name, value)
-    assert not tokens.keys() & forwarded_environment().keys()
-    assert settings.items() <= forwarded_environment().items()
+    others = {"VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH", "GITHUB_TOKEN"}
+    for name in settings | tokens.keys() | others:
+        monkeypatch.setenv(name, tokens.get(name, "x"))
+    environment = forwarded_environment()
+    assert settings <= environment.keys()
+    assert not (others | tokens.keys()) & environment.keys()
     assert secrets_of_environment() == tokens
 
 
@@ -120,16 +114,13 @@ class Played:
             raise ConnectionError("Could not find any running Ray instance")
 
 
-def test_a_ray_that_runs_is_used_as_it_is_and_a_cluster_that_is_found_is_joined(
+def test_a_ray_that_runs_is_used_a_cluster_that_is_found_joined_and_one_started_only_if_it_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for running, inits in ((True, []), (False, [{"address": "auto"}])):
         played = Played(monkeypatch, running=running, found=True)
         assert cluster.join_cluster() is False
         assert played.inits == inits
-
-
-def test_one_is_started_only_where_there_is_none_and_only_if_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(monkeypatch)
     with pytest.raises(EngineError, match=r"no Ray cluster was found: .* Set RAY_ADDRESS"):
         cluster.join_cluster(start=False)
@@ -197,9 +188,11 @@ def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors:
         cluster.find_service("c", "ours")
     with pytest.raises(EngineError, match=r"None runs in namespace 'empty'"):
         cluster.find_service("c", "empty")
-    actors["a-replica-0"] = GetTimeoutError("late")
+    actors["a-replica-0"] = actors["b-replica-0"] = GetTimeoutError("late")
     with pytest.raises(EngineError, match=r"'a': none of its replicas \[0\] answered within 20 s: late"):
         cluster.find_service("a", "ours")
+    actors["b-replica-1"] = service = ray_service(name="b")
+    assert cluster.find_service("b", "ours") == service  # one that answers is enough
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------
@@ -297,9 +290,6 @@ def test_a_group_whose_actor_comes_meanwhile_stays(
 ACTORS_BY_NAME: dict[str, Any] = {}
 
 
-# -- what an actor does ------------------------------------------------------------------------------------------------
-
-
 # -- a sealed connection -----------------------------------------------------------------------------------------------
 
 
@@ -357,17 +347,17 @@ def between() -> Iterator[Between]:
     wire.close()
 
 
-def test_frames_of_any_size_arrive_both_ways_in_order(between: Between) -> None:
-    actor, driver = between.connect()
-    for content in (b"", b"one", b"two"):
-        driver.send([content])
-        between.tell_actor(between.said(len(content)))
-        assert list(map(bytes, actor.receive())) == [content]
-    ours, theirs = socket.socketpair()
+def sealed(keys: tuple[bytes, bytes] = (KEY, KEY)) -> list[Future[SealedStream]]:
+    """The actor's end of one connection and the driver's, each with its key, as they come."""
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(SealedStream, end, KEY, is_actor) for end, is_actor in ((ours, True), (theirs, False))]
-        one, other = (end.result(20) for end in ends)
-        for size in (1, 1 << 18, (1 << 20) + 7):
+        ends = zip(socket.socketpair(), keys, (True, False), strict=True)
+        return [pool.submit(SealedStream, *end) for end in ends]
+
+
+def test_frames_of_any_size_arrive_both_ways_in_order() -> None:
+    one, other = (end.result(20) for end in sealed())
+    with ThreadPoolExecutor(1) as pool:
+        for size in (0, 1, 3, 1 << 18, (1 << 20) + 7):
             content = np.random.default_rng(size).bytes(size)
             for sender, reader in ((one, other), (other, one)):
                 sent = pool.submit(sender.send, [memoryview(content), b"more"])
@@ -393,36 +383,26 @@ def test_a_bit_that_was_changed_ends_the_connection_with_a_line_in_the_log(
     assert "is given up: a message " in caplog.text
 
 
-def two_said(between: Between) -> tuple[SealedStream, SealedStream, bytes, bytes]:
-    """Both ends of a connection, and two frames that the driver has said."""
-    actor, driver = between.connect()
+@pytest.mark.parametrize("way", ["twice", "before its turn", "back to its sender", "in another connection"])
+def test_a_frame_passes_once_in_its_place_direction_and_connection(between: Between, way: str) -> None:
+    actor, driver = reader, _ = between.connect()
     driver.send([b"first"])
     driver.send([b"other"])
-    return actor, driver, between.said(5), between.said(5)
-
-
-@pytest.mark.parametrize("way", ["twice", "before its turn", "back to its sender"])
-def test_a_frame_passes_once_in_its_place_and_direction(between: Between, way: str) -> None:
-    actor, driver, first, other = two_said(between)
-    if way == "twice":
-        between.tell_actor(first + first)
-        assert list(map(bytes, actor.receive())) == [b"first"]
-    elif way == "before its turn":  # so none can be left out
-        between.tell_actor(other)
-    else:
-        between.tell_driver(first)
-    with pytest.raises(TamperedError):
-        (driver if way == "back to its sender" else actor).receive()
-
-
-def test_a_frame_does_not_pass_in_another_connection_of_the_same_key(between: Between) -> None:
-    _, _, first, _ = two_said(between)
-    another = Between()
-    actor, _ = another.connect()
-    another.tell_actor(first)
-    with pytest.raises(TamperedError):
-        actor.receive()
-    another.close()
+    first, other = between.said(5), between.said(5)
+    with contextlib.closing(Between()) as another:
+        if way == "twice":
+            between.tell_actor(first + first)
+            assert list(map(bytes, actor.receive())) == [b"first"]
+        elif way == "before its turn":  # so none can be left out
+            between.tell_actor(other)
+        elif way == "back to its sender":
+            between.tell_driver(first)
+            reader = driver
+        else:  # of the same key
+            reader, _ = another.connect()
+            another.tell_actor(first)
+        with pytest.raises(TamperedError):
+            reader.receive()
 
 
 def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
@@ -438,17 +418,9 @@ def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
 
 
 def test_who_has_another_key_is_found_out_by_both_sides() -> None:
-    ours, theirs = socket.socketpair()
-    with ThreadPoolExecutor(2) as pool:
-        ends = [
-            pool.submit(SealedStream, end, key, is_actor)
-            for end, key, is_actor in ((ours, KEY, True), (theirs, b"wrong", False))
-        ]
-        for end in ends:
-            with pytest.raises(AuthenticationError, match="the other side has another key"):
-                end.result(20)
-    ours.close()
-    theirs.close()
+    for end in sealed((KEY, b"wrong")):
+        with pytest.raises(AuthenticationError, match="the other side has another key"):
+            end.result(20)
 
 
 # -- the listener ------------------------------------------------------------------------------------------------------
@@ -506,16 +478,6 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
 
 
-def pair() -> tuple[SealedStream, SealedStream]:
-    """Two ends of one connection."""
-    with ThreadPoolExecutor(2) as pool:
-        ends = [
-            pool.submit(SealedStream, end, b"key", is_actor)
-            for end, is_actor in zip(socket.socketpair(), (True, False), strict=True)
-        ]
-        return ends[0].result(20), ends[1].result(20)
-
-
 def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
     late = LateStream()
     caught: list[type[BaseException]] = []
@@ -533,7 +495,7 @@ def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
     assert caught == [EOFError]
     with pytest.raises(OSError, match="was never made"):
         late.send([b"x"])
-    ours, other = pair()
+    ours, other = (end.result(20) for end in sealed())
     late.become(ours)
     with contextlib.closing(other), pytest.raises(EOFError):
         other.receive()
@@ -691,12 +653,6 @@ def test_a_driver_that_sends_what_cannot_be_read_loses_the_engine_alone(host: To
     other.ask("same", (5,))
     assert completed(other.hear()) == {"same": [6]}
     assert not host.died.is_set()
-
-
-def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[str, Any]) -> None:
-    actors["b-replica-0"] = GetTimeoutError("late")
-    actors["b-replica-1"] = service = ray_service(name="b")
-    assert cluster.find_service("b", "ours") == service
 
 
 def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:

@@ -31,9 +31,6 @@ from torchrl_moe.modules.backends.transformers.loading import Loaded, _decoder
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
@@ -83,14 +80,9 @@ def test_each_field_of_vllms_is_served_or_refused_or_changes_nothing() -> None:
     ours = {name: getattr(Sampling(), name) for name in same}
     ours |= {"stop": None, "stop_token_ids": None, "logprobs": None}
     assert ours == same
-
-
-@pytest.mark.needs_vllm
-def test_all_defaults_of_vllms_may_be_given() -> None:
-    """As they are when a user passes a ``SamplingParams``."""
-    given = {name: value for name, value in vllm_fields().items() if value is not ...}
-    assert read_sampling({**given, "stop": [], "output_kind": 2, "bad_words": []}) == Sampling()
-    assert read_sampling(None) == Sampling()
+    # as they are when a user passes a ``SamplingParams``
+    plain = {name: value for name, value in fields.items() if value is not ...}
+    assert read_sampling({**plain, "stop": [], "output_kind": 2, "bad_words": []}) == read_sampling(None) == Sampling()
 
 
 def test_what_means_the_same_is_the_same() -> None:
@@ -101,11 +93,8 @@ def test_what_means_the_same_is_the_same() -> None:
     assert read_sampling({"logprobs": 0}).logprobs
     assert not read_sampling({"logprobs": None}).logprobs
     assert read_sampling({"max_tokens": None}).max_tokens is None
-    assert [read_sampling(one).leaves_ids_out for one in ({}, {"top_k": 5}, {"temperature": 0, "top_k": 5})] == [
-        False,
-        True,
-        False,
-    ]
+    leaving = [read_sampling(one).leaves_ids_out for one in ({}, {"top_k": 5}, {"temperature": 0, "top_k": 5})]
+    assert leaving == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -263,9 +252,8 @@ def test_what_had_no_routes_and_log_probs_continues_without() -> None:
     output = grow(one, [98]).output(True)
     assert output.routed_experts is output.logprobs is output.kept is None
     assert (output.resume, len(output.token_ids)) == ("live", 3)
-
-
-# -- the batch ---------------------------------------------------------------------------------------------------------
+    with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
+        growing(index=3, max_tokens=2).go_on_from(given())
 
 
 # -- a request that is read --------------------------------------------------------------------------------------------
@@ -512,6 +500,15 @@ def other_rows(plain: Loaded, ids: list[int]) -> Any:
     return rows.astype(np.int8)
 
 
+def following(plain: Loaded, ids: list[int], rows: Any) -> Tensor:
+    """Logits of the model that follows these rows, and routes by itself where there are none."""
+    whole = np.full((1, len(ids), 4, 4), -1, np.int16)
+    whole[0, : len(rows)] = rows
+    with torch.no_grad(), plain.decoder.replay.replay(torch.from_numpy(whole)):  # type: ignore[union-attr]
+        logits: Tensor = plain.decoder.model(torch.tensor([ids])).logits[0]
+    return logits
+
+
 def test_recorded_experts_are_followed_and_other_rows_are_live(plain: Loaded) -> None:
     ids = [70, 71, 72, 73]
     rows = other_rows(plain, ids)
@@ -523,10 +520,7 @@ def test_recorded_experts_are_followed_and_other_rows_are_live(plain: Loaded) ->
     used = forced.output(True).routed_experts
     assert used is not None
     assert (sets(used[[0, 2], 1:]) == sets(rows[[0, 2], 1:])).all()
-    whole = np.full((1, len(forced.ids), 4, 4), -1, np.int16)
-    whole[0, :3] = rows[:3]
-    with torch.no_grad(), plain.decoder.replay.replay(torch.from_numpy(whole)):  # type: ignore[union-attr]
-        logits = plain.decoder.model(torch.tensor([forced.ids])).logits[0]
+    logits = following(plain, forced.ids, rows[:3])
     expected = chosen(logits.log_softmax(-1)[len(ids) - 1 : -1], forced)
     assert forced.output(True).logprobs == pytest.approx(expected, abs=TOLERANCE)
     check_output(plain, free.prompt_ids, free.output(True))
@@ -547,10 +541,7 @@ def test_what_is_read_again_follows_its_own_experts_or_not(plain: Loaded) -> Non
     assert forced.routed_experts is not None
     assert live.routed_experts is not None
     assert (forced.routed_experts[:6] == live.routed_experts[:6]).all()  # the rows delivered first win
-    whole = np.full((1, len(some[0].ids), 4, 4), -1, np.int16)
-    whole[0, :4] = rows
-    with torch.no_grad(), plain.decoder.replay.replay(torch.from_numpy(whole)):  # type: ignore[union-attr]
-        logits = plain.decoder.model(torch.tensor([some[0].ids])).logits[0]
+    logits = following(plain, some[0].ids, rows)
     expected = chosen(logits.log_softmax(-1)[len(ids) - 1 : -1], some[0])
     assert forced.logprobs == pytest.approx(expected, abs=TOLERANCE)
     tail = chosen(log_probs(plain.decoder.model, some[1]), some[1])[3:]
@@ -569,11 +560,7 @@ def test_scores_are_the_models_log_probs_however_they_are_cut(
     ids = list(range(70, 82))
     rows = other_rows(plain, ids)[:5]
     kept = KeptIds(np.array([75, 1, 2, 9], np.int32), np.array([0] * 5 + [3, -1] + [0] * 5, np.int32))
-    with torch.no_grad():
-        free = plain.decoder.model(torch.tensor([ids])).logits[0]
-        whole = torch.from_numpy(np.concatenate([rows, np.full((7, 4, 4), -1, np.int8)])[None])
-        with plain.decoder.replay.replay(whole):  # type: ignore[union-attr]
-            forced = plain.decoder.model(torch.tensor([ids])).logits[0]
+    free, forced = following(plain, ids, rows[:0]), following(plain, ids, rows)
     masked = free.clone() / 0.5
     masked[4, [word for word in range(len(masked[4])) if word not in (75, 1, 2)]] = -math.inf
     masked[5, 9] = -math.inf
@@ -641,8 +628,3 @@ def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> No
     left = [0.4 * math.exp(-1.25), 0.3, 0.2, 0.1 * math.exp(-0.75)]
     assert drawn.token == 1
     assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)
-
-
-def test_an_answer_that_is_full_cannot_continue() -> None:
-    with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
-        growing(index=3, max_tokens=2).go_on_from(given())

@@ -14,12 +14,12 @@ import torchrl_moe
 from support.plain import loaded, save
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.backends.engine_kind import engine_kind
+from torchrl_moe.modules.backends.engine_kind import engine_kind, with_own_seed
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.transformers import loading
 from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
 from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
-from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args, seeded
+from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
@@ -61,12 +61,8 @@ def test_arguments_that_say_what_the_engine_does_anyway_are_left_out() -> None:
 def test_what_it_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         arguments_of({"model": "m", **given})
-
-
-def test_each_replica_has_a_seed_of_its_own() -> None:
-    assert seeded({"model": "m", "seed": 5}, 0) == {"model": "m", "seed": 5}
-    assert seeded({"model": "m", "seed": 5}, 2)["seed"] == 7
-    assert seeded({"model": "m"}, 1)["seed"] == 1
+    with pytest.raises(TypeError, match="takes its arguments as a mapping, got SimpleNamespace"):
+        arguments_of(SimpleNamespace(**given))  # such as vLLM's own
 
 
 # -- the kind ----------------------------------------------------------------------------------------------------------
@@ -74,7 +70,7 @@ def test_each_replica_has_a_seed_of_its_own() -> None:
 
 def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
     found = engine_kind("transformers")
-    assert (found.PROGRAM, found.seeded, found.devices_per_replica({})) == (kind.PROGRAM, seeded, 1)
+    assert (found.PROGRAM, found.seeded, found.devices_per_replica({})) == (kind.PROGRAM, with_own_seed, 1)
     path = Path(torchrl_moe.__file__).parents[1].joinpath(*kind.PROGRAM.split(".")).with_suffix(".py")
     assert {"def preload(", "def run("} <= {line.partition("(")[0] + "(" for line in path.read_text().splitlines()}
 
@@ -206,8 +202,3 @@ def test_routers_of_different_sizes_have_no_layout() -> None:
 
     with pytest.raises(UnsupportedRouterError, match="Identity has routers of different sizes"):
         layout_of(Replay())  # type: ignore[arg-type]
-
-
-def test_objects_of_vllms_are_refused() -> None:
-    with pytest.raises(TypeError, match="takes its arguments as a mapping, got SimpleNamespace"):
-        arguments_of(SimpleNamespace(model="m"))

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from support.adapters import save_adapted
 from support.engines import ADAPTED
 from support.llm import FakeLLM
+from support.loops import in_loop
 from support.reference import TOLERANCE
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
@@ -32,67 +33,71 @@ def test_an_adapter_may_be_vllms_object_or_a_mapping() -> None:
     assert build_lora_request(None) is None
     given = LoRARequest(**ADAPTER)
     assert build_lora_request(given) is given
-    built = build_lora_request(ADAPTER)
-    assert isinstance(built, LoRARequest)
-    assert (built.lora_name, built.lora_int_id, built.lora_path) == ("tiny", 1, "/somewhere")
+    assert build_lora_request(ADAPTER) == given
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("tiny", "must be .*LoRARequest or a mapping, got str"),
+        ({"lora_name": "tiny", "lora_int_id": 1}, "names no lora_path"),
+        ({**ADAPTER, "lora_path": ""}, "names no lora_path"),
+        ({**ADAPTER, "rank": 8}, "rank"),
+        ({**ADAPTER, "lora_int_id": 0}, "id must be > 0, got 0"),
+    ],
+)
+def test_an_adapter_that_vllm_does_not_know_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(vllm_client_errors(), match=words):
+        build_lora_request(spec)
 
 
 def loads(engine: FakeLLM) -> list[tuple[str, int, str]]:
     return [(step[1]["lora_name"], step[1]["lora_int_id"], step[1]["lora_path"]) for step in engine.log]
 
 
-def test_an_adapter_is_loaded_once_however_many_requests_name_it_under_a_number_and_name_of_its_own() -> None:
+@in_loop
+async def test_an_adapter_is_loaded_once_however_many_requests_name_it_under_a_number_and_name_of_its_own() -> None:
     engine = FakeLLM()
-
-    async def main() -> None:
-        adapters = Adapters(engine)
-        assert await adapters.load(None) is None
-        loaded = await asyncio.gather(*(adapters.load({**ADAPTER, "lora_int_id": 2**62}) for _ in range(5)))
-        assert {(lora.lora_name, lora.lora_int_id) for lora in loaded} == {("tiny-1", 1)}
-        assert (await adapters.load({**ADAPTER, "lora_path": "/elsewhere"})).lora_name == "tiny-2"
-
-    asyncio.run(main())
+    adapters = Adapters(engine)
+    assert await adapters.load(None) is None
+    loaded = await asyncio.gather(*(adapters.load({**ADAPTER, "lora_int_id": 2**62}) for _ in range(5)))
+    assert {(lora.lora_name, lora.lora_int_id) for lora in loaded} == {("tiny-1", 1)}
+    assert (await adapters.load({**ADAPTER, "lora_path": "/elsewhere"})).lora_name == "tiny-2"
     assert loads(engine) == [("tiny-1", 1, "/somewhere"), ("tiny-2", 2, "/elsewhere")]
 
 
-def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
+@in_loop
+async def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
     engine = FakeLLM()
     other = {**ADAPTER, "lora_path": "/elsewhere"}
-
-    async def main() -> None:
-        adapters = Adapters(engine)
-        await adapters.load(ADAPTER)
-        with pytest.raises(ValueError, match="lora_int_id=1 is the adapter of '/somewhere', not of '/elsewhere'"):
-            await adapters.load(other)
-        engine.fail["load_adapter"] = Exception("bad")
-        with pytest.raises(ValueError, match="cannot be loaded: bad"):
-            await adapters.load({**other, "load_inplace": True})
-        engine.fail.clear()
-        assert (await adapters.load(ADAPTER)).lora_name == "tiny-1"
+    adapters = Adapters(engine)
+    await adapters.load(ADAPTER)
+    with pytest.raises(ValueError, match="lora_int_id=1 is the adapter of '/somewhere', not of '/elsewhere'"):
+        await adapters.load(other)
+    engine.fail["load_adapter"] = Exception("bad")
+    with pytest.raises(ValueError, match="cannot be loaded: bad"):
         await adapters.load({**other, "load_inplace": True})
-        assert not (await adapters.load(other)).load_inplace
-
-    asyncio.run(main())
+    engine.fail.clear()
+    assert (await adapters.load(ADAPTER)).lora_name == "tiny-1"
+    await adapters.load({**other, "load_inplace": True})
+    assert not (await adapters.load(other)).load_inplace
     assert [path for *_, path in loads(engine)] == ["/somewhere", "/elsewhere", "/elsewhere"]
 
 
-def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
+@in_loop
+async def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
     engine = FakeLLM()
     engine.fail["load_adapter"] = Exception("Worker failed")  # of no narrower type, as vLLM's
     bad = {**ADAPTER, "lora_path": "/broken"}
-
-    async def main() -> None:
-        adapters = Adapters(engine)
-        waiting = [asyncio.create_task(adapters.load(bad)) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()  # its request is aborted; those of the others are not
-        _, *errors = await asyncio.gather(*waiting, return_exceptions=True)
-        words = "adapter 'tiny' of '/broken' cannot be loaded: Worker failed"
-        assert [(type(error), str(error)) for error in errors] == [(ValueError, words)] * 2
-        engine.fail.clear()
-        assert (await adapters.load(bad)).lora_path == "/broken"
-
-    asyncio.run(main())
+    adapters = Adapters(engine)
+    waiting = [asyncio.create_task(adapters.load(bad)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # its request is aborted; those of the others are not
+    _, *errors = await asyncio.gather(*waiting, return_exceptions=True)
+    words = "adapter 'tiny' of '/broken' cannot be loaded: Worker failed"
+    assert [(type(error), str(error)) for error in errors] == [(ValueError, words)] * 2
+    engine.fail.clear()
+    assert (await adapters.load(bad)).lora_path == "/broken"
     assert len(loads(engine)) == 2
 
 
@@ -299,13 +304,6 @@ def test_an_adapter_that_is_not_there_is_refused_and_the_engine_continues(engine
     assert engine.generate(IDS, GREEDY, use_tqdm=False).outputs[0].finish_reason == "length"
 
 
-if TYPE_CHECKING:  # vLLM takes seconds to import: no reason to make other tests wait when this file is collected
-    pass
-
-
-PROMPT_IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
-
-
 @pytest.mark.engine("qwen3_moe", **ADAPTED)
 def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) -> None:
     async def attempt() -> list[str]:
@@ -313,7 +311,7 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
 
         async def ask(name: str, priority: int, max_tokens: int) -> None:
             params = {"max_tokens": max_tokens, "ignore_eos": True}
-            await engine.agenerate(PROMPT_IDS, params, priority=priority)
+            await engine.agenerate(IDS, params, priority=priority)
             finished.append(name)
 
         blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
@@ -331,18 +329,3 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
             assert finished == ["running", "priority 3", "priority 5", "priority 7"]
             return
     pytest.fail("the blocker was always done before the others had arrived")
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("tiny", "must be vllm.lora.request.LoRARequest or a mapping, got str"),
-        ({"lora_name": "tiny", "lora_int_id": 1}, "names no lora_path"),
-        ({**ADAPTER, "lora_path": ""}, "names no lora_path"),
-        ({**ADAPTER, "rank": 8}, "rank"),
-        ({**ADAPTER, "lora_int_id": 0}, "id must be > 0, got 0"),
-    ],
-)
-def test_an_adapter_that_vllm_does_not_know_is_refused(spec: Any, words: str) -> None:
-    with pytest.raises(vllm_client_errors(), match=words):
-        build_lora_request(spec)

@@ -59,7 +59,7 @@ class Step:
     """A random step: N requests, some in their prompt, whose tokens end inside it or go on; N may be 0."""
 
     def __init__(self, seed: int, least_tokens: int = 1) -> None:
-        self.rng = rng = np.random.default_rng(seed)
+        self.seed, self.rng = seed, (rng := np.random.default_rng(seed))
         self.n = n = 0 if seed == 0 else int(rng.integers(1, 6))
         index = torch.int64 if seed % 2 else torch.int32
         self.slots = torch.from_numpy(rng.permutation(S)[:n]).to(index)
@@ -84,10 +84,13 @@ class Step:
         return range(int(self.starts[i]), int(self.starts[i + 1]))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.fixture(params=SEEDS)
+def step(request: pytest.FixtureRequest) -> Step:
+    return Step(request.param)
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_prompt_tokens_are_copied_with_those_ahead(v2: SimpleNamespace, seed: int, lookahead: int) -> None:
-    step = Step(seed)
+def test_prompt_tokens_are_copied_with_those_ahead(v2: SimpleNamespace, step: Step, lookahead: int) -> None:
     ids, ahead = torch.full((40,), -7, dtype=torch.int32), torch.full((lookahead, S), -7, dtype=torch.int32)
     expected_ids, expected_ahead = ids.tolist(), ahead.tolist()
     for i, slot in enumerate(step.slots.tolist()):
@@ -103,9 +106,7 @@ def test_prompt_tokens_are_copied_with_those_ahead(v2: SimpleNamespace, seed: in
     assert ahead.tolist() == expected_ahead
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_positions_and_lengths(v2: SimpleNamespace, seed: int) -> None:
-    step = Step(seed)
+def test_positions_and_lengths(v2: SimpleNamespace, step: Step) -> None:
     pos, lens = torch.full((40,), -7, dtype=torch.int64), torch.full((S,), -7, dtype=torch.int32)
     expected = [-7] * 40
     for i, slot in enumerate(step.slots.tolist()):
@@ -141,9 +142,7 @@ def test_sampled_and_draft_tokens_go_where_logits_are_computed(v2: SimpleNamespa
     assert ids.tolist() == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rows_are_numbered_within_their_request(v2: SimpleNamespace, seed: int) -> None:
-    step = Step(seed)
+def test_rows_are_numbered_within_their_request(v2: SimpleNamespace, step: Step) -> None:
     slots, places = v2.input_batch.expand_idx_mapping(step.slots, step.total, step.starts, 8)
     pairs = [(slot, k) for i, slot in enumerate(step.slots.tolist()) for k in range(len(step.span(i)))]
     assert list(zip(slots.tolist(), places.tolist(), strict=True)) == pairs
@@ -201,11 +200,9 @@ def test_drafts_are_kept_and_starts_may_be_absent() -> None:
     assert computed.tolist() == [3, 5, 4]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("groups", [1, 3])
-def test_block_tables(v2: SimpleNamespace, seed: int, groups: int) -> None:
+def test_block_tables(v2: SimpleNamespace, step: Step, groups: int) -> None:
     """Blocks are appended and overwritten, gathered for a step, and say where its tokens go."""
-    step = Step(seed)
     sizes, enabled = [4, 8, 4][:groups], [True, True, False][:groups]
     tables = v2.block_table.BlockTables(sizes, S, 64, [10, 6, 10][:groups], CPU, slot_mapping_enabled=enabled)
     blocks: dict[tuple[int, int], list[int]] = {}
@@ -223,7 +220,7 @@ def test_block_tables(v2: SimpleNamespace, seed: int, groups: int) -> None:
 
     pos = torch.zeros(64, dtype=torch.int64)
     expected = [[-1] * 64 for _ in range(groups)]
-    if step.n > 1 and seed % 2:
+    if step.n > 1 and step.seed % 2:
         step.slots[-1] = -1
     for i, slot in enumerate(step.slots.tolist()):
         for k, place in enumerate(step.span(i)):
@@ -254,10 +251,8 @@ def test_staged_writes_of_a_vector(v2: SimpleNamespace) -> None:
     assert vector.gpu.tolist() == [2.5, 0, 0, 0.5, 0]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("values", [[0.0, 1.0], [0.7, 1.3], [0.0, 1.0, 0.7]])
-def test_temperature(v2: SimpleNamespace, seed: int, values: list[float]) -> None:
-    step = Step(seed)
+def test_temperature(v2: SimpleNamespace, step: Step, values: list[float]) -> None:
     logits, of_slot = step.logits(step.n), step.choice(values)
     expected = logits.clone()
     for i, slot in enumerate(step.slots.tolist()):
@@ -296,7 +291,6 @@ def noised(row: list[float], seed: int, position: int, fp64: bool) -> list[float
     return out
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("temperatures", "apply", "drafting", "fp64"),
     [
@@ -309,9 +303,8 @@ def noised(row: list[float], seed: int, position: int, fp64: bool) -> list[float
     ],
 )
 def test_sampling_takes_the_best_of_logits_and_noise(
-    v2: SimpleNamespace, seed: int, temperatures: list[float], apply: bool, drafting: bool, fp64: bool
+    v2: SimpleNamespace, step: Step, temperatures: list[float], apply: bool, drafting: bool, fp64: bool
 ) -> None:
-    step = Step(seed)
     of_slot = step.choice(temperatures)
     seeds, pos = ints(step.rng, -(2**63), 2**63 - 1, S, torch.int64), ints(step.rng, 0, 5000, step.n, torch.int64)
     logits = step.logits(step.n)
@@ -389,9 +382,7 @@ def test_log_probs_and_ranks(v2: SimpleNamespace, seed: int, dtype: torch.dtype,
         assert int(got.selected_token_ranks[i]) == sum(x >= row[tokens[0]] for x in row)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_min_p(v2: SimpleNamespace, seed: int) -> None:
-    step = Step(seed)
+def test_min_p(v2: SimpleNamespace, step: Step) -> None:
     logits, share = step.logits(step.n), step.choice([0.0, 0.05, 0.2, 1.0])
     expected = logits.tolist()
     for i, slot in enumerate(step.slots.tolist()):
@@ -401,12 +392,10 @@ def test_min_p(v2: SimpleNamespace, seed: int) -> None:
     assert logits.tolist() == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("width", [1, 20, V])
 @pytest.mark.parametrize("per_request", [1, 2])
-def test_kept_tokens(v2: SimpleNamespace, seed: int, width: int, per_request: int) -> None:
+def test_kept_tokens(v2: SimpleNamespace, step: Step, width: int, per_request: int) -> None:
     """Rows of one kept token, of all, and of none sampled."""
-    step = Step(seed)
     num = ints(step.rng, 0, per_request + 1, step.n)
     logits = step.logits(step.n * per_request)
     for row, limit in zip(logits, step.rng.choice([-9, 0, 3], size=len(logits)).tolist(), strict=True):
@@ -456,10 +445,8 @@ def test_penalties(v2: SimpleNamespace, seed: int) -> None:
     np.testing.assert_allclose(logits.numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("check", [False, True])
-def test_allowed_tokens_biases_and_stop_tokens(v2: SimpleNamespace, seed: int, check: bool) -> None:
-    step = Step(seed)
+def test_allowed_tokens_biases_and_stop_tokens(v2: SimpleNamespace, step: Step, check: bool) -> None:
     rng = step.rng
     allowed, biased = (torch.from_numpy(np.stack([rng.permutation(V)[:6] for _ in range(S)])).int() for _ in range(2))
     stop = allowed.flip(1)[:, :4].contiguous()  # now and then they are all that is allowed
@@ -500,10 +487,8 @@ def test_allowed_tokens_biases_and_stop_tokens(v2: SimpleNamespace, seed: int, c
     np.testing.assert_allclose(logits.numpy().reshape(-1), np.array(expected, np.float32).reshape(-1), atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_bad_words(v2: SimpleNamespace, seed: int) -> None:
+def test_bad_words(v2: SimpleNamespace, step: Step) -> None:
     """Words of 1, 2 and 3 tokens, over an answer that may be empty and drafts that continue it."""
-    step = Step(seed)
     tokens = ints(step.rng, 0, 2, (S, L))
     words, offsets = ints(step.rng, 0, 2, (S, 9)), torch.tensor([[0, 1, 3, 6]] * S, dtype=torch.int32)
     num, prompt = ints(step.rng, 0, 4, S), ints(step.rng, 1, 9, S)
@@ -522,9 +507,7 @@ def test_bad_words(v2: SimpleNamespace, seed: int) -> None:
     assert logits.tolist() == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_prompt_tokens_to_score(v2: SimpleNamespace, seed: int) -> None:
-    step = Step(seed)
+def test_prompt_tokens_to_score(v2: SimpleNamespace, step: Step) -> None:
     if step.n:
         step.computed[int(step.slots[0])] = L - int(step.lens[0])  # its last token has nothing after it
     expected = [
@@ -538,11 +521,9 @@ def test_prompt_tokens_to_score(v2: SimpleNamespace, seed: int) -> None:
     assert got.tolist() == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grammar(seed: int, dtype: torch.dtype) -> None:
+def test_grammar(step: Step, dtype: torch.dtype) -> None:
     """Three masks a request at most; those of rows that the step does not have do nothing."""
-    step = Step(seed)
     cu, stride = cumulated(step.rng.integers(1, 4, size=step.n)), 3
     places = (
         ints(step.rng, 0, 1, 0) if not step.n else torch.from_numpy(step.rng.permutation(step.n * stride)[:5]).int()
@@ -632,13 +613,11 @@ class States:
         ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_states_are_copied_to_the_block_that_a_step_writes(
-    v2: SimpleNamespace, seed: int, channels_first: bool
+    v2: SimpleNamespace, step: Step, channels_first: bool
 ) -> None:
-    step = Step(seed)
-    states, expected = (States(np.random.default_rng(seed), channels_first) for _ in range(2))
+    states, expected = (States(np.random.default_rng(step.seed), channels_first) for _ in range(2))
     sources, targets = ints(step.rng, -1, 4, S), ints(step.rng, 0, 4, S)
     for slot in step.slots.tolist():
         if int(sources[slot]) not in (-1, int(targets[slot])):
@@ -706,9 +685,7 @@ def test_arguments_are_bound_by_name(launch: Callable[[Any, list[float]], None])
     assert out == [6.0]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_computed_tokens_alone(v2: SimpleNamespace, seed: int) -> None:
-    step = Step(seed)
+def test_computed_tokens_alone(v2: SimpleNamespace, step: Step) -> None:
     expected = step.computed.tolist()
     for i, slot in enumerate(step.slots.tolist()):
         expected[slot] += len(step.span(i))

@@ -1,9 +1,8 @@
-"""One engine process from the inside, over the toy engine; and over the real one, what only vLLM can show."""
+"""One engine process from the inside, over the toy engine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import signal
 import subprocess
@@ -17,17 +16,14 @@ import pytest
 
 from support import toy_engine
 from support.llm import FakeLLM
+from support.loops import in_loop
 from support.processes import ids_request
 from support.waiting import until
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
-from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import engine_program, link
 from torchrl_moe.modules.backends.process.engine_program import Load
-from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import (
-    Completion,
-    PauseMode,
     ProbeReport,
     ReplicaInfo,
     ReplicaStats,
@@ -35,59 +31,29 @@ from torchrl_moe.modules.backends.replica import (
     SwapReport,
 )
 from torchrl_moe.modules.backends.vllm import engine_requests
-from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep
+from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep, load_logger
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 # -- the stat logger ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def loads() -> tuple[Load, Any]:
-    from torchrl_moe.modules.backends.vllm.engine_process import load_logger
+def test_the_last_step_says_what_is_and_all_steps_are_counted() -> None:
+    from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
     load = Load()
-    return load, load_logger(load)
+    logger = load_logger(load)
 
+    def record(tokens: int, preempted: int, at: float, cache: PrefixCacheStats, **scheduler: Any) -> None:
+        step = IterationStats()
+        step.num_generation_tokens, step.num_preempted_reqs, step.iteration_timestamp = tokens, preempted, at
+        logger.record(SchedulerStats(prefix_cache_stats=cache, **scheduler), step, mm_cache_stats=None, engine_idx=0)
 
-def scheduler(running: int, waiting: int, usage: float, queries: int = 0, hits: int = 0) -> Any:
-    return SimpleNamespace(
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        kv_cache_usage=usage,
-        prefix_cache_stats=SimpleNamespace(queries=queries, hits=hits),
-    )
-
-
-def iteration(tokens: int, preempted: int, at: float) -> Any:
-    return SimpleNamespace(num_generation_tokens=tokens, num_preempted_reqs=preempted, iteration_timestamp=at)
-
-
-def test_the_last_step_says_what_is_and_all_steps_are_counted(loads: tuple[Load, Any]) -> None:
-    load, logger = loads
-    assert load == Load()
-    logger.record(scheduler(3, 2, 0.25, queries=10, hits=4), iteration(5, 1, 1000.0))
-    assert load == Load(
-        running=3,
-        waiting=2,
-        cache_usage=0.25,
-        tokens=5,
-        cache_queries=10,
-        cache_hits=4,
-        preemptions=1,
-        steps=1,
-        step_at=1000.0,
-    )
-    logger.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=0)
+    first = {"num_running_reqs": 3, "num_waiting_reqs": 2, "kv_cache_usage": 0.25}
+    record(5, 1, 1000.0, PrefixCacheStats(queries=10, hits=4), **first)
+    expected = {"running": 3, "waiting": 2, "cache_usage": 0.25, "tokens": 5, "cache_queries": 10, "cache_hits": 4}
+    assert load == Load(**expected, preemptions=1, steps=1, step_at=1000.0)
+    record(2, 0, 1001.0, PrefixCacheStats(queries=6), num_running_reqs=1, kv_cache_usage=0.125)
     assert load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
-
-
-def test_vllms_own_figures_have_these_names(loads: tuple[Load, Any]) -> None:
-    load, logger = loads
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-
-    theirs = IterationStats()
-    logger.record(SchedulerStats(num_running_reqs=2), theirs)
-    assert load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------
@@ -121,32 +87,17 @@ def leader() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_core_that_answers_is_well_even_if_its_answer_is_an_error(leader: subprocess.Popen[bytes]) -> None:
-    async def main() -> list[bool]:
-        core = Core()
-        core.free.set()
-        signs = EngineProbe(core)
-        first = await signs.read(5.0)
-        core.error = RuntimeError("no such call")
-        second = await signs.read(5.0)
-        assert core.pings == 2
-        return [first.core_answered, second.core_answered]
-
-    assert asyncio.run(main()) == [True, True]
-
-
-def test_a_core_that_does_not_answer_is_pinged_once_until_it_does(leader: subprocess.Popen[bytes]) -> None:
-    async def main() -> None:
-        core = Core()
-        signs = EngineProbe(core)
-        assert [(await signs.read(0.01)).core_answered for _ in range(3)] == [False] * 3
-        assert core.pings == 1
-        core.free.set()
-        assert (await signs.read(5.0)).core_answered
-        assert (await signs.read(5.0)).core_answered
-        assert core.pings == 2
-
-    asyncio.run(main())
+@in_loop
+async def test_a_core_that_answers_is_well_and_one_that_does_not_is_pinged_once_until_it_does() -> None:
+    core = Core()
+    signs = EngineProbe(core)
+    assert [(await signs.read(0.01)).core_answered for _ in range(3)] == [False] * 3
+    assert core.pings == 1
+    core.free.set()
+    assert (await signs.read(5.0)).core_answered
+    core.error = RuntimeError("no such call")  # an answer, too
+    assert (await signs.read(5.0)).core_answered
+    assert core.pings == 2
 
 
 def test_what_the_group_computes_and_whether_it_is_stopped(leader: subprocess.Popen[bytes]) -> None:
@@ -199,175 +150,157 @@ class SleepyLLM(FakeLLM):
         self.is_paused = False
 
 
-def test_requests_that_come_while_it_sleeps_wait_until_all_of_it_is_awake() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        await bench.sleeping.sleep(1, "wait")
-        assert bench.log == [PAUSE, ("sleep", 1, "keep")]
-        coming = asyncio.ensure_future(bench.weights.salt())
-        await bench.sleeping.wake_up(["weights"])
-        await bench.sleeping.wake_up(["weights"])  # it is awake
-        await asyncio.sleep(0)
-        assert not coming.done()
+@in_loop
+async def test_requests_that_come_while_it_sleeps_wait_until_all_of_it_is_awake() -> None:
+    bench = Sleeper()
+    await bench.sleeping.sleep(1, "wait")
+    assert bench.log == [PAUSE, ("sleep", 1, "keep")]
+    coming = asyncio.ensure_future(bench.weights.salt())
+    await bench.sleeping.wake_up(["weights"])
+    await bench.sleeping.wake_up(["weights"])  # it is awake
+    await asyncio.sleep(0)
+    assert not coming.done()
+    await bench.sleeping.wake_up(None)
+    assert await coming == {}
+    assert bench.log == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), "resume"]
+    await bench.sleeping.wake_up(None)
+    assert bench.log == []
+
+
+@in_loop
+async def test_one_that_was_paused_is_paused_afterwards() -> None:
+    bench = Sleeper()
+    await bench.sleeping.pause("keep", False)
+    await bench.sleeping.sleep(1, "wait")
+    await bench.sleeping.wake_up(None)
+    assert bench.log == [
+        ("pause", "keep", False),
+        PAUSE,
+        ("sleep", 1, "keep"),
+        ("wake_up", ["kv_cache", "weights"]),
+        ("pause", "keep", False),
+    ]
+    await bench.weights.salt()  # it comes in, and waits in vLLM
+    await bench.sleeping.resume()
+    assert bench.log == ["resume"]
+
+
+@in_loop
+async def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_users() -> None:
+    bench = Sleeper()
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    load = bench.weights._load
+
+    async def slowly(version: int) -> None:
+        begun.set()
+        await go_on.wait()
+        await load(version)
+
+    bench.weights._load = slowly  # type: ignore[method-assign]
+    swap = asyncio.ensure_future(bench.swap())
+    await begun.wait()
+    sleep = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert (await swap).error is None
+    await sleep
+    await bench.sleeping.wake_up(None)
+    assert not bench.engine.is_paused
+
+
+@in_loop
+async def test_an_update_wakes_the_weights_alone_and_leaves_it_paused() -> None:
+    bench = Sleeper()
+    await bench.sleeping.sleep(1, "wait")
+    report = await bench.swap()
+    assert (report.error, report.unproved) == (None, "the engine is paused")
+    slept, woken, *load = bench.log[1:]
+    assert (slept, woken) == (("sleep", 1, "keep"), ("wake_up", ["weights"]))
+    assert load == [("pause", "keep", False), "start", ("update", {"version": 7}), ("finish", "7")]
+    await bench.swap(8)
+    assert "wake_up" not in [step[0] for step in bench.log]
+    await bench.sleeping.wake_up(None)
+    assert bench.log == [("wake_up", ["kv_cache"]), "resume"]
+    assert await bench.weights.salt() == {"cache_salt": "swap-2"}
+
+
+@in_loop
+async def test_weights_that_were_dropped_are_updated_before_it_serves() -> None:
+    bench = Sleeper()
+    await bench.sleeping.sleep(2, "abort")
+    for tags in (None, ["kv_cache"]):
+        with pytest.raises(WeightSyncError, match="level 2 has dropped the weights"):
+            await bench.sleeping.wake_up(tags)
+    bench.engine.fail["update"] = RuntimeError("out of memory")
+    bench.engine.whole = [False]
+    assert (await bench.swap()).error == "RuntimeError: out of memory"
+    with pytest.raises(WeightSyncError, match="update them first"):
         await bench.sleeping.wake_up(None)
-        assert await coming == {}
-        assert bench.log == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), "resume"]
-        await bench.sleeping.wake_up(None)
-        assert bench.log == []
-
-    asyncio.run(run())
-
-
-def test_one_that_was_paused_is_paused_afterwards() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        await bench.sleeping.pause("keep", False)
-        await bench.sleeping.sleep(1, "wait")
-        await bench.sleeping.wake_up(None)
-        assert bench.log == [
-            ("pause", "keep", False),
-            PAUSE,
-            ("sleep", 1, "keep"),
-            ("wake_up", ["kv_cache", "weights"]),
-            ("pause", "keep", False),
-        ]
-        await bench.weights.salt()  # it comes in, and waits in vLLM
-        await bench.sleeping.resume()
-        assert bench.log == ["resume"]
-
-    asyncio.run(run())
-
-
-def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_users() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        begun, go_on = asyncio.Event(), asyncio.Event()
-        load = bench.weights._load
-
-        async def slowly(version: int) -> None:
-            begun.set()
-            await go_on.wait()
-            await load(version)
-
-        bench.weights._load = slowly  # type: ignore[method-assign]
-        swap = asyncio.ensure_future(bench.swap())
-        await begun.wait()
-        sleep = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
-        await asyncio.sleep(0)
-        go_on.set()
-        assert (await swap).error is None
-        await sleep
-        await bench.sleeping.wake_up(None)
-        assert not bench.engine.is_paused
-
-    asyncio.run(run())
-
-
-def test_an_update_wakes_the_weights_alone_and_leaves_it_paused() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        await bench.sleeping.sleep(1, "wait")
-        report = await bench.swap()
-        assert (report.error, report.unproved) == (None, "the engine is paused")
-        slept, woken, *load = bench.log[1:]
-        assert (slept, woken) == (("sleep", 1, "keep"), ("wake_up", ["weights"]))
-        assert load == [("pause", "keep", False), "start", ("update", {"version": 7}), ("finish", "7")]
-        await bench.swap(8)
-        assert "wake_up" not in [step[0] for step in bench.log]
-        await bench.sleeping.wake_up(None)
-        assert bench.log == [("wake_up", ["kv_cache"]), "resume"]
-        assert await bench.weights.salt() == {"cache_salt": "swap-2"}
-
-    asyncio.run(run())
-
-
-def test_weights_that_were_dropped_are_updated_before_it_serves() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        await bench.sleeping.sleep(2, "abort")
-        for tags in (None, ["kv_cache"]):
-            with pytest.raises(WeightSyncError, match="level 2 has dropped the weights"):
-                await bench.sleeping.wake_up(tags)
-        bench.engine.fail["update"] = RuntimeError("out of memory")
-        bench.engine.whole = [False]
-        assert (await bench.swap()).error == "RuntimeError: out of memory"
-        with pytest.raises(WeightSyncError, match="update them first"):
-            await bench.sleeping.wake_up(None)
-        bench.engine.fail.clear()
-        assert (await bench.swap()).error is None
-        await bench.sleeping.wake_up(None)
-        await bench.weights.salt()
-
-    asyncio.run(run())
+    bench.engine.fail.clear()
+    assert (await bench.swap()).error is None
+    await bench.sleeping.wake_up(None)
+    await bench.weights.salt()
 
 
 @pytest.mark.parametrize("what", ["pause", "resume", "sleep deeper", "sleep half awake"])
-def test_what_would_run_on_memory_that_is_gone_is_refused(what: str) -> None:
-    async def run() -> None:
-        bench = Sleeper()
+@in_loop
+async def test_what_would_run_on_memory_that_is_gone_is_refused(what: str) -> None:
+    bench = Sleeper()
+    await bench.sleeping.sleep(1, "wait")
+    await bench.sleeping.sleep(1, "wait")  # nothing to do
+    assert bench.log == [PAUSE, ("sleep", 1, "keep")]
+    if what == "sleep half awake":
+        await bench.sleeping.wake_up(["weights"])
+    asked = {
+        "pause": lambda: bench.sleeping.pause("keep", False),
+        "resume": bench.sleeping.resume,
+        "sleep deeper": lambda: bench.sleeping.sleep(2, "wait"),
+        "sleep half awake": lambda: bench.sleeping.sleep(1, "wait"),
+    }[what]
+    with pytest.raises(EngineError, match=rf"{what.split()[0]}: the engine sleeps; wake_up\(\) first"):
+        await asked()
+
+
+@in_loop
+async def test_one_that_could_not_sleep_serves_on() -> None:
+    bench = Sleeper()
+    bench.engine.fail["sleep"] = RuntimeError("memory usage increased")
+    with pytest.raises(RuntimeError, match="memory usage increased"):
         await bench.sleeping.sleep(1, "wait")
-        await bench.sleeping.sleep(1, "wait")  # nothing to do
-        assert bench.log == [PAUSE, ("sleep", 1, "keep")]
-        if what == "sleep half awake":
-            await bench.sleeping.wake_up(["weights"])
-        asked = {
-            "pause": lambda: bench.sleeping.pause("keep", False),
-            "resume": bench.sleeping.resume,
-            "sleep deeper": lambda: bench.sleeping.sleep(2, "wait"),
-            "sleep half awake": lambda: bench.sleeping.sleep(1, "wait"),
-        }[what]
-        with pytest.raises(EngineError, match=rf"{what.split()[0]}: the engine sleeps; wake_up\(\) first"):
-            await asked()
-
-    asyncio.run(run())
+    assert bench.log == [PAUSE, ("sleep", 1, "keep"), "resume"]
+    await bench.weights.salt()
 
 
-def test_one_that_could_not_sleep_serves_on() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        bench.engine.fail["sleep"] = RuntimeError("memory usage increased")
-        with pytest.raises(RuntimeError, match="memory usage increased"):
-            await bench.sleeping.sleep(1, "wait")
-        assert bench.log == [PAUSE, ("sleep", 1, "keep"), "resume"]
-        await bench.weights.salt()
+@in_loop
+async def test_one_that_is_woken_before_its_requests_have_finished_never_sleeps() -> None:
+    bench, finished = Sleeper(), asyncio.Event()
+    pause = bench.engine.pause_generation
 
-    asyncio.run(run())
+    async def wait(*, mode: str, clear_cache: bool) -> None:
+        await finished.wait()
+        await pause(mode=mode, clear_cache=clear_cache)
 
-
-def test_one_that_is_woken_before_its_requests_have_finished_never_sleeps() -> None:
-    async def run() -> None:
-        bench, finished = Sleeper(), asyncio.Event()
-        pause = bench.engine.pause_generation
-
-        async def wait(*, mode: str, clear_cache: bool) -> None:
-            await finished.wait()
-            await pause(mode=mode, clear_cache=clear_cache)
-
-        bench.engine.pause_generation = wait  # type: ignore[method-assign]
-        falling = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
-        await asyncio.sleep(0)
-        await bench.sleeping.wake_up(None)
-        finished.set()
-        with pytest.raises(EngineError, match="was woken before its requests had finished"):
-            await falling
-        assert "sleep" not in [step[0] for step in bench.log]
-
-    asyncio.run(run())
+    bench.engine.pause_generation = wait  # type: ignore[method-assign]
+    falling = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
+    await asyncio.sleep(0)
+    await bench.sleeping.wake_up(None)
+    finished.set()
+    with pytest.raises(EngineError, match="was woken before its requests had finished"):
+        await falling
+    assert "sleep" not in [step[0] for step in bench.log]
 
 
-def test_a_level_or_a_tag_that_vllm_does_not_have_and_an_engine_without_sleep_mode_are_refused() -> None:
-    async def run() -> None:
-        bench = Sleeper()
-        with pytest.raises(ValueError, match=r"level must be 1 .* or 2 .*, got 0"):
-            await bench.sleeping.sleep(0, "wait")
-        with pytest.raises(ValueError, match="tags must be of 'weights' and 'kv_cache', got \\['scheduling'\\]"):
-            await bench.sleeping.wake_up(["scheduling"])
-        bench.engine.model_config = SimpleNamespace(enable_sleep_mode=False)
-        with pytest.raises(ValueError, match="start the engine with enable_sleep_mode=True; vLLM has it on GPUs only"):
-            await bench.sleeping.sleep(1, "wait")
-        assert bench.log == []
-
-    asyncio.run(run())
+@in_loop
+async def test_a_level_or_a_tag_that_vllm_does_not_have_and_an_engine_without_sleep_mode_are_refused() -> None:
+    bench = Sleeper()
+    with pytest.raises(ValueError, match=r"level must be 1 .* or 2 .*, got 0"):
+        await bench.sleeping.sleep(0, "wait")
+    with pytest.raises(ValueError, match="tags must be of 'weights' and 'kv_cache', got \\['scheduling'\\]"):
+        await bench.sleeping.wake_up(["scheduling"])
+    bench.engine.model_config = SimpleNamespace(enable_sleep_mode=False)
+    with pytest.raises(ValueError, match="start the engine with enable_sleep_mode=True; vLLM has it on GPUs only"):
+        await bench.sleeping.sleep(1, "wait")
+    assert bench.log == []
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -630,25 +563,3 @@ def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeyp
 
     kinds = [message[0] for message in serve(script).sent]
     assert kinds == ["result", "died"]
-
-
-# -- what only vLLM can show ------------------------------------------------------------------------------------------
-
-
-def replica_of(engine: Any) -> LocalReplica:
-    replica = engine.replica_table[0].replica
-    assert isinstance(replica, LocalReplica)
-    return replica
-
-
-def generate(engine: Any, *requests: Request) -> list[Completion]:
-    return [future.result(60) for future in replica_of(engine).submit(requests)]
-
-
-@contextlib.contextmanager
-def paused(replica: LocalReplica, mode: PauseMode, clear_cache: bool = False) -> Iterator[None]:
-    replica.call(Engine.pause, 20, mode, clear_cache)
-    try:
-        yield
-    finally:
-        replica.call(Engine.resume, 20)

@@ -10,7 +10,7 @@ import copy
 import itertools
 import pickle
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +20,9 @@ import numpy as np
 import pytest
 from vllm.exceptions import RetryableRequestError
 
-from torchrl_moe.data import RoutingLayout
+from support.loops import in_loop
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
-from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
 from torchrl_moe.modules.backends.vllm.engine_requests import (
     EngineRequests,
@@ -73,12 +72,6 @@ def output(*answers: SimpleNamespace, **fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**given, **fields})
 
 
-def flat(*positions: list[float]) -> SimpleNamespace:
-    """``FlatLogprobs``: the values of all positions in one list, and where each begins."""
-    starts = np.cumsum([0, *map(len, positions)])[:-1].tolist()
-    return SimpleNamespace(start_indices=starts, logprobs=[value for position in positions for value in position])
-
-
 def test_vllms_own_flat_container_is_read_like_its_list() -> None:
     from vllm.logprobs import FlatLogprobs, Logprob
 
@@ -90,7 +83,8 @@ def test_vllms_own_flat_container_is_read_like_its_list() -> None:
 
 
 def test_fields_are_taken_over_under_our_request_id() -> None:
-    completion = completion_from_vllm(output(answer(logprobs=flat([-1.0], [-2.0]), stop_reason=258)), request(), 5)
+    logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}]
+    completion = completion_from_vllm(output(answer(logprobs=logprobs, stop_reason=258)), request(), 5)
     assert (completion.request_id, completion.prompt, completion.num_cached_tokens) == ("ours", "hi", 2)
     assert completion.prompt_token_ids.tolist() == [104, 105, 33]
     assert completion.prompt_token_ids.dtype == np.int64
@@ -143,11 +137,8 @@ def test_times_are_differences_of_stamps_and_0_where_a_stage_was_not_reached(
 # -- rows to follow, on their way to the workers -----------------------------------------------------------------------
 
 
-LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
 ROWS = np.full((4, 3, 2), -1, np.int16)
 ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
-
-ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, "FancyRouter routes inside its kernel")
 
 
 def sampling_params(**fields: Any) -> Any:
@@ -170,6 +161,10 @@ def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
         assert one.extra_args["mine"] == [1]
         assert one.max_tokens == 3
     assert asked.extra_args == {"mine": [1]}
+    scheduled = SimpleNamespace(sampling_params=made)
+    assert (forced_of(scheduled).rows == ROWS).all()
+    assert forced_of(scheduled) is forced_of(scheduled)  # looked into once
+    assert forced_of(SimpleNamespace(sampling_params=None)).rows is None  # of a pooling model
 
 
 # -- requests across swaps ---------------------------------------------------------------------------------------------
@@ -372,7 +367,11 @@ class Bench:
             self.engine, self.weights, lambda c: self.done.update({c.request_id: c}), self.refused.__setitem__
         )
         self.weights.in_flight = self.requests
-        self.own = False  # whether requests bring an adapter of their own
+        self.own: object = None  # the adapter that requests bring
+        self.requests._adapters = SimpleNamespace(load=self._load)  # type: ignore[assignment]
+
+    async def _load(self, lora_request: Any) -> Any:
+        return self.own
 
     async def start(self, name: str = "r", resume: Completion | None = None, **params: Any) -> None:
         ids = np.array(PROMPT, np.int32)
@@ -394,9 +393,7 @@ class Bench:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
-    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
-
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     async def ask(canary: WeightCheck, seconds: float) -> str:
         engine: HandEngine = canary._engine
         await engine.step()  # what it froze makes tokens meanwhile
@@ -407,21 +404,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitabl
     async def send(canary: WeightCheck) -> None:
         pass
 
+    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
     monkeypatch.setattr(weights.WeightCheck, "ask", ask)
     monkeypatch.setattr(weights.WeightCheck, "send", send)
-
-    def play(script: Callable[[Bench], Awaitable[None]]) -> Bench:
-        async def main() -> Bench:
-            bench = Bench()
-            await script(bench)
-            return bench
-
-        return asyncio.run(main())
-
-    return play
-
-
-Run = Callable[[Callable[[Bench], Awaitable[None]]], Bench]
+    return Bench()
 
 
 def check(output: CompletionOutput, *versions: int) -> None:
@@ -437,7 +423,8 @@ def check(output: CompletionOutput, *versions: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: Run, seed: int) -> None:
+@in_loop
+async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(bench: Bench, seed: int) -> None:
     """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
     rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
     versions, dropped = itertools.count(1), False
@@ -475,25 +462,22 @@ def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: 
             bench.requests.abort(cut)
         await swapping
 
-    async def script(bench: Bench) -> None:
-        for _ in range(14):
-            action = rng.choice([start, start, swap, None])
-            if action is not None:
-                await action(bench)
-            if action is not start and bench.engine.reading is not None:
-                bench.engine.reading.set()
-                bench.engine.reading = None
-                await asyncio.sleep(0.03)
-            bench.engine.room = rng.choice([1, 2, 99])
-            await bench.engine.step(rng.randint(0, 2))
-            check_all(await bench.requests.snapshot())
-        if bench.engine.reading is not None:
+    for _ in range(14):
+        action = rng.choice([start, start, swap, None])
+        if action is not None:
+            await action(bench)
+        if action is not start and bench.engine.reading is not None:
             bench.engine.reading.set()
-        bench.engine.room = 99
-        await bench.finish()
-        assert dropped or all(len(made_by) == 1 for made_by in bench.engine.salts.values())
-
-    bench = run(script)
+            bench.engine.reading = None
+            await asyncio.sleep(0.03)
+        bench.engine.room = rng.choice([1, 2, 99])
+        await bench.engine.step(rng.randint(0, 2))
+        check_all(await bench.requests.snapshot())
+    if bench.engine.reading is not None:
+        bench.engine.reading.set()
+    bench.engine.room = 99
+    await bench.finish()
+    assert dropped or all(len(made_by) == 1 for made_by in bench.engine.salts.values())
     assert (bench.refused, len(bench.done)) == ({}, next(names))
     check_all(bench.done.values())
     for name, completion in bench.done.items():
@@ -502,66 +486,57 @@ def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: 
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(run: Run, steps: int) -> None:
+@in_loop
+async def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(bench: Bench, steps: int) -> None:
     """The last token of version 0, and the first one of version 1. vLLM does not see it, and continues."""
-
-    async def script(bench: Bench) -> None:
-        await bench.start(stop=chr(4) + chr(105), include_stop_str_in_output=True)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.engine.step(steps)
-        await bench.swap(2)
-        await bench.finish()
-
-    bench = run(script)
+    await bench.start(stop=chr(4) + chr(105), include_stop_str_in_output=True)
+    await bench.engine.step(2)
+    await bench.swap(1)
+    await bench.engine.step(steps)
+    await bench.swap(2)
+    await bench.finish()
     (output,) = bench.done["r"].outputs
     check(output, 0, 0, 1)
     assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 105])))
     assert len(bench.engine.asked) == 2
 
 
-def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.swap(1)
-        await bench.start()
-        await bench.engine.step(2)
-        await bench.engine.pause_generation(mode="abort", clear_cache=False)
-        await asyncio.sleep(0.01)
-
-    (output,) = run(script).done["r"].outputs
+@in_loop
+async def test_what_the_users_own_pause_cuts_stays_cut(bench: Bench) -> None:
+    await bench.swap(1)
+    await bench.start()
+    await bench.engine.step(2)
+    await bench.engine.pause_generation(mode="abort", clear_cache=False)
+    await asyncio.sleep(0.01)
+    (output,) = bench.done["r"].outputs
     check(output, 1, 1)
     assert output.finish_reason == "abort"
 
 
-def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.engine.step(2)
+@in_loop
+async def test_an_error_while_it_continues_refuses_the_request(bench: Bench) -> None:
+    await bench.start()
+    await bench.engine.step(2)
 
-        def fail(*arguments: Any, **options: Any) -> Any:
-            raise ValueError("too long now")
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("too long now")
 
-        bench.engine.generate = fail  # type: ignore[method-assign]
-        await bench.swap(1)
-        await asyncio.sleep(0.01)
-        assert len(bench.requests) == 0
-
-    bench = run(script)
+    bench.engine.generate = fail  # type: ignore[method-assign]
+    await bench.swap(1)
+    await asyncio.sleep(0.01)
+    assert len(bench.requests) == 0
     assert str(bench.refused["r"]) == "too long now"
     assert bench.done == {}
 
 
-def test_an_answer_that_vllm_ends_with_an_error_is_a_refusal(run: Run) -> None:
+@in_loop
+async def test_an_answer_that_vllm_ends_with_an_error_is_a_refusal(bench: Bench) -> None:
     """So vLLM ends one whose grammar no token fits; its tokens are none of the model's."""
-
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2)
-        await bench.engine.step(2)
-        next(iter(bench.engine.states.values())).reason = "error"
-        await bench.finish()
-        await asyncio.sleep(0.01)
-
-    bench = run(script)
+    await bench.start(n=2)
+    await bench.engine.step(2)
+    next(iter(bench.engine.states.values())).reason = "error"
+    await bench.finish()
+    await asyncio.sleep(0.01)
     assert isinstance(bench.refused["r"], ValueError)
     assert bench.done == {}
 
@@ -598,65 +573,49 @@ def had(*tokens: int, reason: str = "abort") -> Completion:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> None:
+@in_loop
+async def test_requests_keep_the_adapter_they_began_with_and_its_version(bench: Bench) -> None:
     one, two, own = object(), object(), object()
-
-    async def script(bench: Bench) -> None:
-        class Own:
-            async def load(self, lora_request: Any) -> Any:
-                return own if bench.own else None
-
-        bench.requests._adapters = Own()  # type: ignore[assignment]
-        await bench.start("bare", max_tokens=4)
-        await bench.engine.step()
-        bench.requests.change_adapter(one, 1)
-        bench.own = True
-        await bench.start("own", max_tokens=4)
-        bench.own = False
-        await bench.start("first", max_tokens=4)
-        await bench.engine.step()
-        bench.requests.change_adapter(two, 2)
-        await bench.start("second", max_tokens=4)
-        assert bench.requests.uses(one)
-        assert bench.requests.uses(two)
-        await bench.finish()
-        assert not bench.requests.uses(one)
-
-    bench = run(script)
+    await bench.start("bare", max_tokens=4)
+    await bench.engine.step()
+    bench.requests.change_adapter(one, 1)
+    bench.own = own
+    await bench.start("own", max_tokens=4)
+    bench.own = None
+    await bench.start("first", max_tokens=4)
+    await bench.engine.step()
+    bench.requests.change_adapter(two, 2)
+    await bench.start("second", max_tokens=4)
+    assert bench.requests.uses(one)
+    assert bench.requests.uses(two)
+    await bench.finish()
+    assert not bench.requests.uses(one)
     assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
     versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
     assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
-    run: Run, clear_cache: bool
+@in_loop
+async def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
+    bench: Bench, clear_cache: bool
 ) -> None:
     """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
-
-    async def script(bench: Bench) -> None:
-        class Own:
-            async def load(self, lora_request: Any) -> Any:
-                return object() if bench.own else None
-
-        bench.requests._adapters = Own()  # type: ignore[assignment]
-        bench.requests.change_adapter(object(), 1)
-        await bench.start("old", max_tokens=8)
-        bench.own = True
-        await bench.start("own", max_tokens=8)
-        bench.own = False
-        await bench.engine.step(2)
-        bench.requests.change_adapter(object(), 2)
-        await bench.start("new", max_tokens=8)
-        await bench.engine.step(2)
-        bench.engine.reading = asyncio.Event()
-        await bench.start("late", max_tokens=8)  # vLLM does not know it yet
-        bench.engine.reading.set()
-        bench.requests.adapter = None
-        await bench.swap(3, "keep", clear_cache)
-        await bench.finish()
-
-    bench = run(script)
+    bench.requests.change_adapter(object(), 1)
+    await bench.start("old", max_tokens=8)
+    bench.own = object()
+    await bench.start("own", max_tokens=8)
+    bench.own = None
+    await bench.engine.step(2)
+    bench.requests.change_adapter(object(), 2)
+    await bench.start("new", max_tokens=8)
+    await bench.engine.step(2)
+    bench.engine.reading = asyncio.Event()
+    await bench.start("late", max_tokens=8)  # vLLM does not know it yet
+    bench.engine.reading.set()
+    bench.requests.adapter = None
+    await bench.swap(3, "keep", clear_cache)
+    await bench.finish()
     versions = {name: done.outputs[0].policy_versions.tolist() for name, done in bench.done.items()}
     assert versions == {
         "old": [1] * 4 + [3] * 4,
@@ -673,57 +632,32 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------
 
 
-def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.weights.pause("wait", False)
-        bench.engine.refuses = True
-        await bench.start(max_tokens=2)
-        await asyncio.sleep(0.05)
-        assert bench.engine.refused == 1  # it waits, and does not ask time and again
-        assert not bench.engine.asked
-        await bench.weights.resume()
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[0], 0, 0)
+@pytest.mark.parametrize("swapped", [False, True])
+@in_loop
+async def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(bench: Bench, swapped: bool) -> None:
+    """In one that takes no requests, which a swap that aborts makes of the user's own."""
+    await bench.weights.pause("keep" if swapped else "wait", False)
+    if swapped:
+        await bench.swap(1)
+    bench.engine.refuses = True
+    await bench.start(max_tokens=2)
+    await asyncio.sleep(0.05)
+    assert bench.engine.refused == 1  # it waits, and does not ask time and again
+    assert not bench.engine.asked
+    await bench.weights.resume()
+    await bench.finish()
+    check(bench.done["r"].outputs[0], *[int(swapped)] * 2)
     assert not bench.refused
 
 
 @pytest.mark.parametrize("answers", [1, 2])
-def test_a_request_that_was_refused_in_a_pause_can_be_aborted(run: Run, answers: int) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.weights.pause("abort", False)
-        bench.engine.refuses = True
-        await bench.start(n=answers, max_tokens=2)
-        bench.requests.abort(["r"])
-        async with asyncio.timeout(10.0):
-            while len(bench.requests):
-                await asyncio.sleep(0.001)
-
-    bench = run(script)
+@in_loop
+async def test_a_request_that_was_refused_in_a_pause_can_be_aborted(bench: Bench, answers: int) -> None:
+    await bench.weights.pause("abort", False)
+    bench.engine.refuses = True
+    await bench.start(n=answers, max_tokens=2)
+    bench.requests.abort(["r"])
+    async with asyncio.timeout(10.0):
+        while len(bench.requests):
+            await asyncio.sleep(0.001)
     assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["r"].outputs] == [("abort", 0)] * answers
-
-
-def test_a_swap_that_aborts_in_an_engine_that_the_user_paused_leaves_one_that_takes_no_requests(run: Run) -> None:
-    """What comes then is refused once, and waits."""
-
-    async def script(bench: Bench) -> None:
-        await bench.weights.pause("keep", False)
-        await bench.swap(1)
-        bench.engine.refuses = True
-        await bench.start(max_tokens=2)
-        await asyncio.sleep(0.05)
-        assert bench.engine.refused == 1
-        await bench.weights.resume()
-        await bench.finish()
-
-    check(run(script).done["r"].outputs[0], 1, 1)
-
-
-def test_a_schedulers_request_is_looked_into_once() -> None:
-    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
-    forced = forced_of(request)
-    assert (forced.rows == ROWS).all()
-    assert forced_of(request) is forced
-    pooling = SimpleNamespace(sampling_params=None)
-    assert forced_of(pooling).rows is None

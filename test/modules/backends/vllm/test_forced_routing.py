@@ -289,26 +289,10 @@ def rows_and_logits(top_k: int) -> tuple[Tensor, Tensor]:
     return rows.int(), logits
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: str) -> None:
-    fields, formula = ROUTERS[name]
-    one = router(**fields)
-    rows, logits = rows_and_logits(one.top_k)
-    weights, ids = followed(prove(5, one, hidden_size=4, dtype=torch.float32), one, logits, rows)
-    own_weights, own = one._compute_routing(torch.zeros(6, 4), logits, torch.int32)
-    live = torch.arange(6) == 2
-    assert torch.equal(ids[~live], rows[~live])
-    assert torch.equal(weights[live], own_weights[live])
-    assert torch.equal(ids[live], own[live])
-    torch.testing.assert_close(weights[~live], formula(logits, rows.clamp(min=0).long())[~live])
-    assert not torch.equal(own, ids)
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_whose_choice_is_a_fused_kernel_is_weighed_by_a_formula(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: its code asks for no ``topk`` that could be answered."""
+def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: str, is_fused: bool) -> None:
+    """Also where its choice is a fused kernel, as on a GPU: its code asks for no ``topk`` that could be answered."""
     fields, formula = ROUTERS[name]
     one = router(**fields)
     native = one._compute_routing
@@ -317,15 +301,18 @@ def test_a_router_whose_choice_is_a_fused_kernel_is_weighed_by_a_formula(
         with torch._C.DisableTorchFunction():
             return native(*args, **kwargs)
 
-    one._compute_routing = fused
+    if is_fused:
+        one._compute_routing = fused
     rows, logits = rows_and_logits(one.top_k)
     way = prove(5, one, hidden_size=4, dtype=torch.float32)
-    assert way is not through_topk
+    assert (way is through_topk) is not is_fused
     weights, ids = followed(way, one, logits, rows)
     own_weights, own = native(torch.zeros(6, 4), logits, torch.int32)
     live = torch.arange(6) == 2
     assert torch.equal(ids[~live], rows[~live])
     assert torch.equal(weights[live], own_weights[live])
+    assert torch.equal(ids[live], own[live])
+    assert not torch.equal(own, ids)
     torch.testing.assert_close(weights[~live], formula(logits, rows.clamp(min=0).long())[~live])
     again, _ = followed(way, one, logits, own)
     assert torch.equal(again, own_weights)  # its own choice, bit by bit
@@ -383,9 +370,6 @@ def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
 def test_a_router_that_does_not_follow_is_named(function: Any, words: str) -> None:
     with pytest.raises(ValueError, match=rf"layer 3: CPURouter cannot follow .*{words}"):
         prove(3, router(custom_routing_function=function), hidden_size=4, dtype=torch.float32)
-
-
-# -- schedulers --------------------------------------------------------------------------------------------------------
 
 
 # -- requests that are read again -------------------------------------------------------------------------------------
@@ -449,8 +433,11 @@ def test_a_preempted_request_keeps_the_rows_of_the_tokens_that_it_has(scheduler:
     sample(scheduler, request)
     assert (preempt(scheduler, request).rows == STORE[:4]).all()
     assert forced_of(request).is_recorded
+    sample(scheduler, request)  # its step was under way
+    assert (forced_in(request.sampling_params).rows == STORE[:5]).all()
+    assert (forced_of(request).rows == STORE[:5]).all()
     request.status = "running"
-    sample(scheduler, request, 2)
+    sample(scheduler, request)
     assert (preempt(scheduler, request).rows == STORE[:6]).all()
 
 
@@ -469,15 +456,6 @@ def test_rows_from_before_those_that_are_delivered_are_the_given_ones(scheduler:
     sample(scheduler, request, start=4)
     rows = preempt(scheduler, request).rows
     assert (rows[:2] == 7).all() and (rows[2:4] == -1).all() and (rows[4:] == STORE[4:5]).all()
-
-
-def test_tokens_under_way_at_a_preemption_bring_their_rows(scheduler: Any) -> None:
-    request = a_request(scheduler, prompt=3)
-    sample(scheduler, request, start=0)
-    assert len(preempt(scheduler, request).rows) == 3
-    sample(scheduler, request)
-    assert (forced_in(request.sampling_params).rows == STORE[:4]).all()
-    assert (forced_of(request).rows == STORE[:4]).all()
 
 
 @pytest.mark.parametrize(("answer", "running", "names"), [(2, True, ["new"]), (0, True, ["old"]), (2, False, ["old"])])

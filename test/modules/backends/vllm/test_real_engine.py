@@ -22,14 +22,11 @@ from support.versions import random_ids
 from support.waiting import until
 from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.errors import EngineError, RequestRefusedError, RouteValueError
+from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    Request,
-)
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_chunked_prefill": True}
@@ -207,59 +204,6 @@ def generate_one(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs:
     return engine.generate(prompts, params, use_tqdm=False, **kwargs)
 
 
-LETTERS = {"allowed_token_ids": list(range(97, 123))}
-LONG_GREEDY = {"temperature": 0.0, "max_tokens": 150, "logprobs": 0, "ignore_eos": True}
-
-
-def resume(engine: AsyncVLLM, partial: Any, params: dict[str, Any]) -> Any:
-    return engine.generate(resume=partial, sampling_params=params, use_tqdm=False)
-
-
-def assert_as_if_never_cut(done: Completion, whole: Completion) -> None:
-    for got, expected in zip(done.outputs, whole.outputs, strict=True):
-        assert got.token_ids.tolist() == expected.token_ids.tolist()
-        assert (got.text, got.finish_reason, got.stop_reason) == (
-            expected.text,
-            expected.finish_reason,
-            expected.stop_reason,
-        )
-        assert np.abs(got.logprobs - expected.logprobs).max() <= TOLERANCE
-        assert got.routed_experts.shape == (len(whole.prompt_token_ids) + len(got.token_ids) - 1, 4, 4)
-        assert np.array_equal(np.sort(got.routed_experts), np.sort(expected.routed_experts))
-        assert got.policy_versions.tolist() == [0] * len(got.token_ids)
-    assert (done.prompt, done.prompt_token_ids.tolist()) == (whole.prompt, whole.prompt_token_ids.tolist())
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_a_stop_string_across_the_cut_ends_the_answer_where_it_would_have(engine: AsyncVLLM) -> None:
-    params = {**LONG_GREEDY, **LETTERS, "max_tokens": 60}
-    (whole,) = engine.generate([HELLO], params, use_tqdm=False)
-    text = whole.outputs[0].text
-    place = max(k for k in range(1, len(text)) if text.find(text[k - 1 : k + 1]) == k - 1)
-    params["stop"] = text[place - 1 : place + 1]
-    (stopped,) = engine.generate([HELLO], params, use_tqdm=False)
-    assert (len(stopped.outputs[0].token_ids), stopped.outputs[0].finish_reason) == (place + 1, "stop")
-    assert_as_if_never_cut(resume(engine, cut(whole, place), params), stopped)
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_what_a_grammar_had_begins_again_and_what_had_no_token_too(engine: AsyncVLLM) -> None:
-    guided = {"choice": ["yes", "no"]}
-    params = {"max_tokens": 8, "logprobs": 0}
-    (whole,) = engine.generate(["Hi"], params, use_tqdm=False, guided_options_request=guided)
-    marked = cut(whole, 1)
-    marked.outputs[0].policy_versions = np.array([-5], np.int32)
-    done = engine.generate(
-        resume=[marked, cut(whole, 0)], sampling_params=params, use_tqdm=False, guided_options_request=guided
-    )
-    for completion in done:
-        assert completion.prompt == "Hi"
-        (output,) = completion.outputs
-        assert output.text in ("yes", "no")
-        assert set(output.policy_versions.tolist()) == {0}
-        assert output.routed_experts.shape[0] == 2 + len(output.token_ids) - 1
-
-
 @pytest.mark.engine("qwen3_moe", **CHUNKED)
 def test_stats_are_pushed_while_requests_run_and_say_when_they_are_over(engine: AsyncVLLM) -> None:
     (entry,) = engine.replica_table
@@ -389,10 +333,6 @@ def test_what_cannot_be_scored_is_refused(engine: AsyncVLLM) -> None:
     unknown = KeptTokens(ids=torch.tensor([66, 100000]), sizes=torch.tensor([0, 2]))
     with pytest.raises(RequestRefusedError, match="token id 100000; this engine has"):
         engine.score([65, 66], kept=unknown)
-    with pytest.raises(RequestRefusedError, match="at most a row per prompt token"):
-        engine.score([65, 66], np.full((3, 4, 4), -1, np.int8))
-    with pytest.raises(ValueError, match="empty"):
-        engine.score([])
 
 
 # -- recorded experts --------------------------------------------------------------------------------------------------
@@ -490,18 +430,6 @@ def gaps(count: int) -> NDArray[np.bool_]:
 
 
 @pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_rows_stay_with_their_tokens_where_prompts_are_read_in_chunks(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
-    prompts = [random_ids(20 + seed, 90 + 31 * seed).tolist() for seed in range(6)]
-    rows = [None if seed == 2 else some_rows(layout, 50 + 31 * seed, seed) for seed in range(6)]
-    for completion, one in zip(follow(engine, prompts, rows), rows, strict=True):
-        if one is None:
-            assert reference.distance(completion) <= TOLERANCE
-        else:
-            check_followed(reference, completion, one)
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
 def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
     ids = random_ids(77, 300).tolist()
@@ -516,40 +444,6 @@ def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: Asyn
         else:
             assert reference.distance(completion) <= TOLERANCE
     assert cached == [0, 256, 128, 0, 256]
-
-
-@pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_what_is_no_route_refuses_its_request_and_no_other(engine: AsyncVLLM) -> None:
-    layout = layout_of(engine)
-    good = some_rows(layout, 4)
-    bad: dict[str, Any] = {
-        r"at most a row per prompt token, 5, got 6": some_rows(layout, 6),
-        r"must have shape \[rows, 4, 4\]": good[:, :3],
-        "signed integer dtype, got uint8": good.astype(np.uint8),
-        "array of integers, got ndarray of float32": good.astype(np.float32),
-        "holds expert 16": np.where(good == 15, 16, good),
-        "partly -1": np.concatenate([good[:, :, :3], np.full_like(good[:, :, :1], -1)], -1),
-        "that layer has no router": np.abs(good),
-    }
-    twice = good.copy()
-    twice[3, 2] = 7
-    bad["twice"] = twice
-
-    async def ask(rows: Any) -> Completion:
-        return await engine.agenerate(
-            prompt_token_ids=[65] * 5, sampling_params={**FOLLOWING, "temperature": 0.0}, routed_experts=rows
-        )
-
-    async def ask_all() -> list[Any]:
-        return list(await asyncio.gather(*map(ask, [*bad.values(), good]), return_exceptions=True))
-
-    *errors, answer = asyncio.run(ask_all())
-    for words, error in zip(bad, errors, strict=True):
-        with pytest.raises((RequestRefusedError, RouteValueError), match=words):
-            raise error
-    assert len(answer.outputs[0].token_ids) == 12
-    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
-        engine.generate("text", FOLLOWING, routed_experts=good, use_tqdm=False)
 
 
 @pytest.mark.engine("qwen3_moe", **CHUNKED)

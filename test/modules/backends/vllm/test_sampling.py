@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -49,13 +48,11 @@ def vllm_object(**fields: Any) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-@pytest.mark.parametrize("wrap", [dict, vllm_object])
-@pytest.mark.parametrize("fields", [{}, {"max_tokens": 3, "n": 2}])
-def test_output_is_final_only_whatever_was_passed(wrap: Callable[..., Any], fields: dict[str, Any]) -> None:
+def test_output_is_final_only_whatever_was_passed() -> None:
     from vllm.sampling_params import RequestOutputKind
 
-    assert build(wrap(**fields)).output_kind is RequestOutputKind.FINAL_ONLY
-    assert build(None).output_kind is RequestOutputKind.FINAL_ONLY
+    for spec in (None, {}, {"max_tokens": 3, "n": 2}, vllm_object(), vllm_object(n=2)):
+        assert build(spec).output_kind is RequestOutputKind.FINAL_ONLY
 
 
 def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
@@ -82,16 +79,24 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "words"),
     [
-        ("logprobs", 5),
-        ("logprobs", -1),
-        ("prompt_logprobs", 0),
-        ("prompt_logprob_token_ids", [[1], [2]]),
+        ("logprobs", 5, r"SamplingParams\(logprobs=5\): a completion has the"),
+        ("logprobs", -1, r"SamplingParams\(logprobs=-1\): a completion has the"),
+        ("prompt_logprobs", 0, r"SamplingParams\(prompt_logprobs=0\): a completion has the"),
+        ("prompt_logprob_token_ids", [[1], [2]], "SamplingParams.prompt_logprob_token_ids=.*: a completion has the"),
+        # what vLLM's core cannot read, which would end it
+        ("max_tokens", 1.5, r"^sampling_params: Expected .* at `\$\.max_tokens"),
+        ("logprobs", 0.0, r"^sampling_params: Expected .* at `\$\.logprobs"),
+        ("temperature", True, r"^sampling_params: Expected .* at `\$\.temperature"),
+        ("ignore_eos", "yes", r"^sampling_params: Expected .* at `\$\.ignore_eos"),
+        ("logit_bias", {1: "x"}, r"^sampling_params: Expected .* at `\$\.logit_bias"),
     ],
 )
-def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"SamplingParams\\({name}={re.escape(repr(value))}\\): a completion has the"):
+def test_what_no_completion_carries_or_no_engine_reads_is_refused_however_it_came(
+    wrap: Callable[..., Any], name: str, value: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
         build(wrap(**{name: value}))
 
 
@@ -102,6 +107,11 @@ def test_an_engine_that_reports_no_kept_tokens_gives_no_log_probs_over_a_part_of
         silent({**fields, "logprobs": 0})
     assert silent(fields).logprobs is None
     assert build({**fields, "logprobs": 0}).logprobs == 0
+
+
+def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
+    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
+    assert not build({}).skip_reading_prefix_cache
 
 
 @pytest.mark.parametrize(
@@ -117,16 +127,6 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, tempe
     with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
         builder({"temperature": temperature, "logprobs": 0})
     assert builder({"temperature": temperature}).logprobs is None
-
-
-@pytest.mark.parametrize("wrap", [dict, vllm_object])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_tokens", 1.5), ("logprobs", 0.0), ("temperature", True), ("ignore_eos", "yes"), ("logit_bias", {1: "x"})],
-)
-def test_what_vllms_core_cannot_read_does_not_reach_it(wrap: Callable[..., Any], name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^sampling_params: Expected .* at `\$\.{name}"):
-        build(wrap(**{name: value}))
 
 
 def test_more_bad_words_than_the_engine_has_room_for_are_refused() -> None:
@@ -238,18 +238,13 @@ def test_several_tokens_of_a_request_are_one_list_each() -> None:
 # -- scores of prompts -------------------------------------------------------------------------------------------------
 
 
+ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "extra_args": {"mine": 1}}
 LOGITS = torch.tensor([[0.0, 2.0, 4.0, -2.0], [1.0, 1.0, 1.0, 1.0]])
 KEPT = KeptIds(np.array([1, 2, 0], np.int32), np.array([0, 0, 2, -1, 0], np.int32))
 
 
-def sampling_params() -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=1, extra_args={"mine": 1})
-
-
 def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> None:
-    asked = sampling_params()
+    asked = vllm_object(**ONE_TOKEN)
     params = scoring_params(asked, Scoring(), np.array([5, 6, 7]))
     assert params.prompt_logprob_token_ids.tolist() == [[6], [7]]
     assert params.skip_reading_prefix_cache is True
@@ -257,6 +252,8 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert params.extra_args == {"mine": 1}  # at temperature 1, over all words, there is nothing to adjust
     assert (asked.prompt_logprob_token_ids, asked.extra_args) == (None, {"mine": 1})
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
+    for params in (asked, SimpleNamespace(extra_args=None)):
+        assert adjusted(LOGITS, params, 0) is LOGITS
 
 
 @pytest.mark.parametrize("values", [[-1.0, -0.5], []])
@@ -266,6 +263,7 @@ def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -
     assert scores.dtype == np.float32
     assert math.isnan(scores[0])
     assert scores[1:].tolist() == values
+    assert prompt_logprobs(None, 3) is None  # a prompt that was cut
 
 
 class ScoringWorker:
@@ -303,9 +301,9 @@ def test_each_request_of_a_step_is_scored_by_its_own_temperature_and_words(monke
     ids = np.array([0, 1, 2, 1, 2])
     worker = ScoringWorker()
     add = worker.prompt_logprobs_worker.add_request
-    add("plain", 0, scoring_params(sampling_params(), Scoring(), ids))
-    add("warm", 1, scoring_params(sampling_params(), Scoring(temperature=2.0), ids))
-    add("kept", 2, scoring_params(sampling_params(), Scoring(kept=KEPT), ids))
+    add("plain", 0, scoring_params(vllm_object(**ONE_TOKEN), Scoring(), ids))
+    add("warm", 1, scoring_params(vllm_object(**ONE_TOKEN), Scoring(temperature=2.0), ids))
+    add("kept", 2, scoring_params(vllm_object(**ONE_TOKEN), Scoring(kept=KEPT), ids))
     row = LOGITS[0]
     assert worker.step(row.expand(9, 4), ("warm", 0, 3), ("plain", 0, 3), ("kept", 0, 3), prompt=5) == {}
     found = worker.step(row.expand(6, 4), ("kept", 3, 2), ("warm", 3, 2), ("plain", 3, 2), prompt=5)
@@ -323,6 +321,7 @@ def test_each_request_of_a_step_is_scored_by_its_own_temperature_and_words(monke
 
 
 P = 4  # prompt tokens
+KEEP_IT: dict[str, Any] = {"include_stop_str_in_output": True}
 
 
 @dataclass
@@ -363,9 +362,43 @@ def part(raw: bytes, start: int, version: int, reason: str = "length", text: str
     )
 
 
-def joined(first: bytes, rest: bytes, params: Params, reason: str = "length", text: str | None = None) -> Any:
-    one = part(first, 0, 3, "abort")
-    return join(2, one, part(rest, len(first), 4, reason, text), params, decode)
+CHARACTERS = "a é€ b".encode()  # of one, two and three bytes
+
+
+@pytest.mark.parametrize(
+    ("params", "first", "rest", "vllms", "raw", "text", "reason"),
+    [
+        # a stop string across the cut, which vLLM does not see
+        ({"stop": "STOP"}, b"one STO", b"P two", ("length", None), b"one STOP", "one ", "stop"),
+        ({"stop": ["STOP"]}, b"one S", b"TOP two", ("length", None), b"one STOP", "one ", "stop"),
+        ({"stop": ["abcd", "bc"]}, b"ab", b"cdcd", ("length", None), b"abc", "a", "stop"),  # the one that ends first
+        ({"stop": "bcd"}, b"aab", b"c", ("length", None), b"aabc", "aabc", "length"),
+        # vLLM has let it pass: min_tokens
+        ({"stop": "STOP"}, b"STOP one", b" two", ("length", None), b"STOP one two", "STOP one two", "length"),
+        ({"stop": "STOP", "min_tokens": 6}, b"S", b"TOP on", ("length", None), b"STOP on", "STOP on", "length"),
+        ({"stop": "STOP", "min_tokens": 3}, b"S", b"TOP on", ("length", None), b"STOP", "", "stop"),
+        ({"stop": "STOP", **KEEP_IT}, b"one S", b"TOP two", ("length", None), b"one STOP", "one STOP", "stop"),
+        # one that vLLM found in the rest
+        ({"stop": "."}, b"one ", b"two.", ("stop", "two"), b"one two.", "one two", "stop"),
+        # a cut inside a character of three bytes: vLLM was not asked for the rest's text
+        ({}, CHARACTERS[:5], CHARACTERS[5:], ("length", ""), CHARACTERS, "a é€ b", "length"),
+        ({}, CHARACTERS[:6], CHARACTERS[6:], ("length", ""), CHARACTERS, "a é€ b", "length"),
+        # half a character at the end has no text, as in vLLM
+        ({}, b"\xc3", b"\xa9\xc3\xbc\xc3", ("length", None), b"\xc3\xa9\xc3\xbc\xc3", "éü", "length"),
+        # nor has a token that ends the answer
+        ({}, b"\xc3", b"\xa9!", ("stop", ""), "é!".encode(), "é", "stop"),
+        (KEEP_IT, b"\xc3", b"\xa9!", ("stop", ""), "é!".encode(), "é!", "stop"),
+        ({"stop": "STOP"}, b"\xc3", b"\xa9 and STOP on", ("length", ""), "é and STOP".encode(), "é and ", "stop"),
+    ],
+)
+def test_two_parts_of_an_answer_are_what_it_would_have_been(
+    params: dict[str, Any], first: bytes, rest: bytes, vllms: tuple[str, Any], raw: bytes, text: str, reason: str
+) -> None:
+    one, two = part(first, 0, 3, "abort"), part(rest, len(first), 4, *vllms)
+    output = join(2, one, two, Params(**params), decode)
+    check(output, raw, text, len(first), reason)
+    if reason == "stop" and vllms[0] == "length":
+        assert output.stop_reason in ("STOP", "bc")
 
 
 def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: str) -> None:
@@ -378,13 +411,10 @@ def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: s
     assert output.routed_experts[:, 0, 0].tolist() == list(range(P + len(raw) - 1))
 
 
-def kept_of(ids: list[int], sizes: list[int]) -> KeptIds:
-    return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
-
-
 def test_words_past_a_stop_string_fall_away() -> None:
     one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
-    one.kept, two.kept = kept_of([5], [0] * 6 + [1]), kept_of([6, 7, 8], [1, 0, -2, 0, 0])
+    one.kept = KeptIds(np.array([5], np.int32), np.array([0] * 6 + [1], np.int32))
+    two.kept = KeptIds(np.array([6, 7, 8], np.int32), np.array([1, 0, -2, 0, 0], np.int32))
     kept = join(2, one, two, Params(stop="STOP"), decode).kept
     assert kept is not None
     assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
@@ -425,69 +455,14 @@ def test_a_rest_that_was_cut_before_its_first_token_leaves_the_first_part_as_it_
     check(join(2, one, nothing, Params(stop="c"), decode), b"abc", "abc", 3, "abort")
 
 
-@pytest.mark.parametrize(
-    ("first", "rest", "stop", "raw", "text"),
-    [
-        (b"one STO", b"P two", "STOP", b"one STOP", "one "),
-        (b"one S", b"TOP two", ["STOP"], b"one STOP", "one "),
-        (b"ab", b"cdcd", ["abcd", "bc"], b"abc", "a"),  # the one that ends first
-        (b"aab", b"c", "bcd", b"aabc", "aabc"),
-        (b"STOP one", b" two", "STOP", b"STOP one two", "STOP one two"),  # vLLM has let it pass: min_tokens
-    ],
-)
-def test_a_stop_string_across_the_cut_ends_the_answer(
-    first: bytes, rest: bytes, stop: Any, raw: bytes, text: str
-) -> None:
-    output = joined(first, rest, Params(stop=stop))
-    check(output, raw, text, len(first), "length" if text == (first + rest).decode() else "stop")
-
-
-def test_a_stop_string_may_stay_in_the_text() -> None:
-    output = joined(b"one S", b"TOP two", Params(stop="STOP", include_stop_str_in_output=True))
-    check(output, b"one STOP", "one STOP", 5, "stop")
-    assert output.stop_reason == "STOP"
-
-
-def test_a_stop_string_that_vllm_found_in_the_rest_stays_as_it_found_it() -> None:
-    output = joined(b"one ", b"two.", Params(stop="."), "stop", "two")
-    check(output, b"one two.", "one two", 4, "stop")
-
-
-def test_a_stop_string_before_the_least_number_of_tokens_does_not_count() -> None:
-    assert joined(b"S", b"TOP and on", Params(stop="STOP", min_tokens=6)).finish_reason == "length"
-    assert joined(b"S", b"TOP and on", Params(stop="STOP", min_tokens=3)).finish_reason == "stop"
-
-
-@pytest.mark.parametrize("cut", [5, 6])  # in the middle of a character of three bytes
-def test_a_cut_inside_a_character_gives_the_whole_text(cut: int) -> None:
-    raw = "a é€ b".encode()
-    assert decode(raw[:cut]).endswith("\ufffd")
-    output = joined(raw[:cut], raw[cut:], Params(), text="")  # vLLM was not asked for the rest's text
-    check(output, raw, "a é€ b", cut, "length")
-
-
-def test_half_a_character_at_the_end_has_no_text_as_in_vllm() -> None:
-    one, two, three = "é".encode(), "ü".encode(), "ö".encode()
-    check(joined(one[:1], one[1:] + two + three[:1], Params()), one + two + three[:1], "éü", 1, "length")
-
-
-def test_a_token_that_ends_the_answer_has_no_text_after_a_cut_inside_a_character() -> None:
-    raw = "é!".encode()
-    assert joined(raw[:1], raw[1:], Params(), "stop", "").text == "é"
-    assert joined(raw[:1], raw[1:], Params(include_stop_str_in_output=True), "stop", "").text == "é!"
-
-
-def test_stop_strings_are_found_after_a_cut_inside_a_character() -> None:
-    raw = "é and STOP and on".encode()
-    check(joined(raw[:1], raw[1:], Params(stop="STOP"), text=""), raw[:11], "é and ", 1, "stop")
-
-
 def test_the_rest_is_asked_for_with_what_is_left() -> None:
     params = Params(max_tokens=10, min_tokens=4, seed=100, stop="x")
     rest = sampling_for_rest(params, 2, P, part(b"abc", 0, 3), decode)
     assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 102, "x")
     assert rest.routed_experts_prompt_start == P + 2
     assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
+    rest = sampling_for_rest(params, 0, P, part(b"\xc3", 0, 3), decode)  # cut inside a character: without a text
+    assert (rest.detokenize, rest.stop) == (False, None)
 
 
 @pytest.mark.parametrize("limit", [2, 3])
@@ -511,48 +486,27 @@ def test_what_depends_on_where_the_answer_began_cannot_be_continued(params: Para
     assert can_continue(params) is can
 
 
-def test_after_a_cut_inside_a_character_vllm_makes_no_text() -> None:
-    rest = sampling_for_rest(Params(stop="x"), 0, P, part("é".encode()[:1], 0, 3), decode)
-    assert (rest.detokenize, rest.stop) == (False, None)
-
-
-def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
-    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
-    assert not build({}).skip_reading_prefix_cache
+BAD_OPTIONS: tuple[Any, ...] = ({"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+")
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "message"),
+    ("spec", "options", "error", "message"),
     [
-        ({"max_token": 3}, TypeError, "max_token"),
-        ({"temperature": -1.0}, Exception, "temperature must be non-negative"),
-        ({"n": 0}, Exception, "n must be at least 1"),
-        (5, ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got int"),
-        ("greedy", ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got str"),
+        ({"max_token": 3}, None, TypeError, "max_token"),
+        ({"temperature": -1.0}, None, Exception, "temperature must be non-negative"),
+        ({"n": 0}, None, Exception, "n must be at least 1"),
+        (5, None, ValueError, r"sampling_params must be .*, got int"),
+        ("greedy", None, ValueError, r"sampling_params must be .*, got str"),
+        *(({}, options, Exception, "structured outputs|guided_options") for options in BAD_OPTIONS),
     ],
 )
-def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], message: str) -> None:
+def test_what_vllm_does_not_know_is_refused(spec: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
-        build(spec)
+        build(spec, options)
     assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
-
-
-@pytest.mark.parametrize("options", [{"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+"])
-def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> None:
-    with pytest.raises(vllm_client_errors(), match=r"structured outputs|guided_options"):
-        build({}, options)
 
 
 def test_the_frontend_asks_for_no_top_k() -> None:
     engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
     assert lift_top_k_rule(engine) is True
     assert lift_top_k_rule(engine) is False
-
-
-def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
-    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
-    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
-
-
-def test_a_prompt_that_was_cut_has_no_scores() -> None:
-    assert prompt_logprobs(None, 3) is None

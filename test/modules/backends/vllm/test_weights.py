@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ import torch
 
 from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
+from support.loops import in_loop
 from support.manifests import note_made
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
@@ -47,75 +48,6 @@ from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_mode
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.transports.base import StageReport
 
-# -- trainers of adapters and of whole weights in turn -----------------------------------------------------------------
-
-
-HOW: tuple[Any, ...] = ("digest", 1, None)
-HOW_TO_SWAP: tuple[Any, ...] = ("keep", False, None, 60.0)
-
-
-class Weights:
-    """Whole weights of an engine."""
-
-    replaced = False
-
-    def __init__(self) -> None:
-        self.opened: list[str] = []
-        self.error: str | None = None
-
-    async def init(self, transport: str, options: Any) -> None:
-        self.opened.append(transport)
-
-    async def stage(self, version: int, *how: Any) -> StageReport:
-        return StageReport(seconds=0.0, nbytes=0, digest="whole")
-
-    async def swap(self, version: int, *how: Any) -> SwapReport:
-        return SwapReport(started=self.error is None, error=self.error)
-
-
-class Adapters:
-    """Adapters that take what they are given."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def init(self, options: Any, replaced: bool) -> None:
-        self.log.append(f"in {options['folder']}, {replaced=}")
-
-    async def stage(self, version: int) -> StageReport:
-        return StageReport(seconds=0.0, nbytes=0, digest=f"adapter {version}")
-
-    def swap(self, version: int) -> SwapReport:
-        self.log.append(f"swapped {version}")
-        return SwapReport()
-
-    def leave(self) -> None:
-        self.log.append("left")
-
-
-def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns() -> None:
-    weights, requests, adapters = Weights(), SimpleNamespace(adapter=None), Adapters()
-    updates: Any = Updates(weights, requests, adapters)  # type: ignore[arg-type]
-
-    async def run() -> None:
-        await updates.open("adapter", {"folder": "here"})
-        assert (await updates.stage(5, *HOW)).digest == "adapter 5"
-        assert (await updates.swap(5, *HOW_TO_SWAP)).error is None
-        adapter = requests.adapter = object()
-        await updates.open("memmap", {})
-        assert (await updates.stage(5, *HOW)).digest == "whole"
-        weights.error = "x"
-        assert (await updates.swap(5, *HOW_TO_SWAP)).error == "x"
-        assert requests.adapter is adapter  # the old weights serve on, and it with them
-        weights.error = None
-        assert (await updates.swap(5, *HOW_TO_SWAP)).error is None
-        assert requests.adapter is None
-
-    asyncio.run(run())
-    assert adapters.log == ["in here, replaced=False", "swapped 5", "left"]
-    assert weights.opened == ["memmap"]
-
-
 # -- the weight check --------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +59,8 @@ def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
 
 
 def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
+    from vllm import SamplingParams
+
     engine = FakeLLM()
     ask(engine)
     prompt, params, name = engine.prompts[0]
@@ -134,22 +68,8 @@ def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt()
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
     assert is_weight_check(params)
     params.max_tokens = 2  # then it would have steps of its own for as long as it likes
-    assert not is_weight_check(params)
-
-
-def test_requests_of_users_are_no_canaries() -> None:
-    from vllm import SamplingParams
-
-    assert not is_weight_check(None)
-    assert not is_weight_check(SamplingParams(max_tokens=1))
-    assert not is_weight_check(SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}}))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("canary", [None, CANARY])
-def test_a_token_whose_log_prob_is_no_number_is_wrong(bad: float, canary: Any) -> None:
-    with pytest.raises(WeightSyncError, match="the new weights give a log-prob that is not a number"):
-        ask(FakeLLM(logprob=bad), canary)
+    ours = SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}})
+    assert not any(map(is_weight_check, (params, None, SamplingParams(max_tokens=1), ours)))
 
 
 def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
@@ -160,6 +80,8 @@ def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
     assert params.prompt_logprobs == 0
     with pytest.raises(WeightSyncError, match=r"by up to 2.0e-03 \(at token 2: -2.002 and -2\), allowed: 1.0e-03"):
         ask(FakeLLM(prompt_logprobs=(-1.0015, -2.002)), CANARY)
+    with pytest.raises(WeightSyncError, match="not a number"):
+        ask(FakeLLM(logprob=math.nan), CANARY)
 
 
 def test_a_question_behind_a_long_queue_is_dropped_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +121,12 @@ class AdapterBench:
         self.engine, self.requests = FakeLLM(lora=lora), Requests()
         self.versions = AdapterVersions(self.engine, self.requests)  # type: ignore[arg-type]
 
-    async def stage(self, version: int) -> Any:
+    def publish(self, version: int) -> Any:
         files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"v%d" % version}
-        manifest = self.writer.publish(adapter_tensors(files).items(), version)
+        return self.writer.publish(adapter_tensors(files).items(), version)
+
+    async def stage(self, version: int) -> Any:
+        manifest = self.publish(version)
         report = await self.versions.stage(version)
         assert (report.digest, report.nbytes) == (manifest.digest, 4)
         return report
@@ -218,92 +143,66 @@ class AdapterBench:
                 await asyncio.sleep(0.001)
 
 
-RunAdapters = Callable[[Callable[[AdapterBench], Awaitable[None]]], None]
-
-
 @pytest.fixture
-def run_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunAdapters:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterBench:
     monkeypatch.setattr(weights_module, "LEAVE_SECONDS", 0.001)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "copies"))
     (tmp_path / "copies").mkdir()
-
-    def play(script: Callable[[AdapterBench], Awaitable[None]]) -> None:
-        async def main() -> None:
-            bench = AdapterBench(tmp_path)
-            bench.versions.init({"folder": str(bench.folder)}, False)
-            await script(bench)
-
-        asyncio.run(main())
-
-    return play
+    bench = AdapterBench(tmp_path)
+    bench.versions.init({"folder": str(bench.folder)}, False)
+    return bench
 
 
-def test_new_requests_get_the_new_version_under_a_name_of_its_own(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        report = await bench.stage(1)
-        assert bench.requests.adapter is None  # loaded, and used by nobody
-        assert 0 < report.fetched <= report.seconds
-        assert report.fetched + report.loaded == pytest.approx(report.seconds)
-        assert bench.versions.swap(1).paused_seconds == 0.0
-        first = bench.requests.adapter
-        assert (first.lora_int_id, first.lora_name, bench.requests.version) == (
-            *(FIRST_NUMBER, f"synced-{FIRST_NUMBER}"),
-            1,
-        )
-        await bench.update(2)
-        assert bench.requests.adapter.lora_int_id == FIRST_NUMBER + 1
-        assert bench.requests.adapter != first  # vLLM compares names, in its prefix cache too
-        await bench.until("v2")
-
-    run_adapters(script)
+@in_loop
+async def test_new_requests_get_the_new_version_under_a_name_of_its_own(bench: AdapterBench) -> None:
+    report = await bench.stage(1)
+    assert bench.requests.adapter is None  # loaded, and used by nobody
+    assert 0 < report.fetched <= report.seconds
+    assert report.fetched + report.loaded == pytest.approx(report.seconds)
+    assert bench.versions.swap(1).paused_seconds == 0.0
+    first = bench.requests.adapter
+    assert (first.lora_int_id, first.lora_name, bench.requests.version) == (
+        *(FIRST_NUMBER, f"synced-{FIRST_NUMBER}"),
+        1,
+    )
+    await bench.update(2)
+    assert bench.requests.adapter.lora_int_id == FIRST_NUMBER + 1
+    assert bench.requests.adapter != first  # vLLM compares names, in its prefix cache too
+    await bench.until("v2")
 
 
-def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.update(1)
-        first = bench.requests.adapter
-        bench.requests.used.append(first)
-        for version in (2, 3, 4):
-            await bench.update(version)
-        await bench.until("v1", "v4")
-        assert not (bench.folder / "adapter-v1").exists()
-        assert (Path(first.lora_path) / "adapter_model.safetensors").read_text() == "v1"  # vLLM may read it again
-        bench.requests.used.clear()
-        await bench.until("v4")
-
-    run_adapters(script)
+@in_loop
+async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(bench: AdapterBench) -> None:
+    await bench.update(1)
+    first = bench.requests.adapter
+    bench.requests.used.append(first)
+    for version in (2, 3, 4):
+        await bench.update(version)
+    await bench.until("v1", "v4")
+    assert not (bench.folder / "adapter-v1").exists()
+    assert (Path(first.lora_path) / "adapter_model.safetensors").read_text() == "v1"  # vLLM may read it again
+    bench.requests.used.clear()
+    await bench.until("v4")
 
 
-def test_whole_weights_take_the_adapters_place(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.update(1)
-        bench.versions.leave()
-        bench.versions.leave()
-        await bench.until()
-
-    run_adapters(script)
-
-
-def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.update(1)
-        bench.engine.fail["load_adapter"] = Exception("LoRA rank 16 is greater than max_lora_rank 8.")
-        with pytest.raises(ManifestMismatch, match="cannot load adapter version 2: LoRA rank 16 is greater"):
-            await bench.stage(2)
-        bench.engine.fail.clear()
-        bench.engine.unused = [[f"layers.{n}.mlp.experts" for n in range(6)]]
-        with pytest.raises(
-            ManifestMismatch, match=r"6 modules that the engine does not adapt \(layers\.0\.mlp\.experts, .*, \.\.\.\)"
-        ):
-            await bench.stage(3)
-        bench.engine.unused = [["a", "b"], ["b", "c"]]  # two pipeline stages
-        with pytest.raises(ManifestMismatch, match=r"1 modules that the engine does not adapt \(b\)"):
-            await bench.stage(4)
-        bench.engine.unused = [["a"], ["b"]]
-        await bench.update(5)
-        await bench.until("v5")
-
-    run_adapters(script)
+@in_loop
+async def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(bench: AdapterBench) -> None:
+    await bench.update(1)
+    bench.engine.fail["load_adapter"] = Exception("LoRA rank 16 is greater than max_lora_rank 8.")
+    with pytest.raises(ManifestMismatch, match="cannot load adapter version 2: LoRA rank 16 is greater"):
+        await bench.stage(2)
+    bench.engine.fail.clear()
+    bench.engine.unused = [[f"layers.{n}.mlp.experts" for n in range(6)]]
+    with pytest.raises(
+        ManifestMismatch, match=r"6 modules that the engine does not adapt \(layers\.0\.mlp\.experts, .*, \.\.\.\)"
+    ):
+        await bench.stage(3)
+    bench.engine.unused = [["a", "b"], ["b", "c"]]  # two pipeline stages
+    with pytest.raises(ManifestMismatch, match=r"1 modules that the engine does not adapt \(b\)"):
+        await bench.stage(4)
+    bench.engine.unused = [["a"], ["b"]]
+    await bench.update(5)
+    await bench.until("v5")
 
 
 def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
@@ -312,6 +211,31 @@ def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
         bench.versions.init({"folder": str(bench.folder)}, False)
     with pytest.raises(WeightSyncError, match="not initialised"):
         asyncio.run(bench.versions.stage(1))
+
+
+@in_loop
+async def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(bench: AdapterBench, tmp_path: Path) -> None:
+    whole = WeightStoreWriter(tmp_path / "whole").publish([("w", torch.ones(4))], 5)
+    updates = Updates(make(bench.engine), bench.requests, bench.versions)  # type: ignore[arg-type]
+
+    async def stage_and_swap(version: int, digest: str) -> str | None:
+        assert (await updates.stage(version, "digest", 1, None)).digest == digest
+        return (await updates.swap(version, "keep", False, None, 60.0)).error
+
+    await updates.open("adapter", {"folder": str(bench.folder)})
+    assert await stage_and_swap(1, bench.publish(1).digest) is None
+    adapter = bench.requests.adapter
+    await updates.open("memmap", {"folder": str(tmp_path / "whole")})
+    bench.engine.fail["start"] = RuntimeError("x")
+    assert await stage_and_swap(5, whole.digest) == "RuntimeError: x"
+    assert bench.requests.adapter is adapter is not None  # the old weights serve on, and it with them
+    bench.engine.fail.clear()
+    for _ in range(2):
+        assert await stage_and_swap(5, whole.digest) is None
+        assert bench.requests.adapter is None
+    await bench.until()
+    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
+        await updates.open("adapter", {"folder": str(bench.folder)})
 
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
@@ -355,7 +279,7 @@ def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() 
     weights = make(engine)
     report = swap(weights, patience=0.05)
     assert (report.started, report.error, weights.version) == (True, None, 7)
-    assert report.unproved.startswith("the check of the new weights had no turn within 0")
+    assert report.unproved.startswith("the check of the new weights had no turn within ")
     assert engine.log == [*GOOD, ("abort", ["weight-probe-1"])]
 
 
@@ -367,7 +291,8 @@ def test_where_all_requests_were_aborted_the_canary_is_asked_afterwards() -> Non
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
-def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str) -> None:
+@in_loop
+async def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str) -> None:
     engine = FakeLLM()
     weights = make(engine)
     asked: list[asyncio.Task[None]] = []
@@ -381,12 +306,8 @@ def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str
         await plain(name, *details)
 
     engine._step = disturbed  # type: ignore[method-assign]
-
-    async def main() -> None:
-        assert (await weights.swap(7, "keep", False)).error is None
-        await asyncio.gather(*asked)
-
-    asyncio.run(main())
+    assert (await weights.swap(7, "keep", False)).error is None
+    await asyncio.gather(*asked)
     assert engine.log == [*GOOD, "resume", ("pause", "abort", True)]
 
 
@@ -404,31 +325,19 @@ def test_a_swap_is_one_transaction_that_ends_with_a_probe_and_it_is_the_first_to
     assert weights.version == 7
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
+@pytest.mark.parametrize("whole", [[True, True], [True, False], RuntimeError("the engine is dead")])
+@pytest.mark.parametrize(("step", "done"), [("pause", 1), ("start", 2), ("update", 3), ("finish", 4)])
 def test_an_update_that_fails_pauses_the_engine_unless_the_old_weights_are_whole(
-    step: str, done: int, whole: bool
+    step: str, done: int, whole: Any
 ) -> None:
     engine = FakeLLM()
-    engine.fail[step], engine.whole = RuntimeError("boom"), [True, whole]
+    engine.fail[step], engine.whole = RuntimeError("boom"), whole
     weights = make(engine)
     report = swap(weights)
-    assert (report.started, report.error) == (not whole, "RuntimeError: boom")
-    assert engine.log == [*GOOD[:done], *(["resume"] if whole else [])]
+    serves_on = step == "pause" or whole == [True, True]  # before the pause nobody has touched them
+    assert (report.started, report.error) == (not serves_on, "RuntimeError: boom")
+    assert engine.log == [*GOOD[:done], *(["resume"] if serves_on else [])]
     assert weights.version == 0
-
-
-def test_workers_that_do_not_answer_are_not_whole() -> None:
-    engine = FakeLLM()
-    engine.fail["update"] = RuntimeError("boom")
-
-    async def dead(method: str, args: tuple[Any, ...] = ()) -> Any:
-        raise RuntimeError("the engine is dead")
-
-    engine.collective_rpc = dead  # type: ignore[method-assign]
-    report = swap(make(engine))
-    assert (report.started, report.error) == (True, "RuntimeError: boom")
-    assert "resume" not in engine.log
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -537,6 +446,9 @@ def test_workers_are_looked_after_until_all_have_ended(tmp_path: Path) -> None:
     assert [entry[0] for entry in engine.log] == ["stage", "stage"]
     assert len(engine.reports) == 1
     assert found.fetched >= 1.0
+    engine.reports = [[report(), report(error="MemoryError: no room")]]
+    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
+        asyncio.run(staged(weights, 1))
 
 
 def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) -> None:
@@ -564,50 +476,48 @@ def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool) -> None:
-    async def run() -> None:
-        engine = FakeLLM()
-        engine.counts = {"frozen": ("frozen", 0, 2)}
-        weights = make(engine)
-        asked, answer = asyncio.Event(), asyncio.Event()
+@in_loop
+async def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool) -> None:
+    engine = FakeLLM()
+    engine.counts = {"frozen": ("frozen", 0, 2)}
+    weights = make(engine)
+    asked, answer = asyncio.Event(), asyncio.Event()
 
-        async def get() -> Any:
-            asked.set()
-            await answer.wait()
-            return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
+    async def get() -> Any:
+        asked.set()
+        await answer.wait()
+        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
 
-        async def add(request_id: str, prompt: Any, params: Any) -> Any:
-            return SimpleNamespace(get=get)
+    async def add(request_id: str, prompt: Any, params: Any) -> Any:
+        return SimpleNamespace(get=get)
 
-        engine.add_request = add  # type: ignore[method-assign]
-        engine.logprob = -1.0 if good else math.nan
-        assert await weights.deliver(completion("before", 0, 3)) is not None
-        swapping = asyncio.create_task(weights.swap(7, "keep", False))
-        await asked.wait()
-        leaving = asyncio.create_task(weights.deliver(completion("early", weights.version, 3)))
-        arriving = asyncio.create_task(weights.salt())
+    engine.add_request = add  # type: ignore[method-assign]
+    engine.logprob = -1.0 if good else math.nan
+    assert await weights.deliver(completion("before", 0, 3)) is not None
+    swapping = asyncio.create_task(weights.swap(7, "keep", False))
+    await asked.wait()
+    leaving = asyncio.create_task(weights.deliver(completion("early", weights.version, 3)))
+    arriving = asyncio.create_task(weights.salt())
+    await asyncio.sleep(0.02)
+    assert not leaving.done()
+    assert not arriving.done()
+    answer.set()
+    assert ((await swapping).error is None) == good
+    await arriving
+    if not good:  # neither old weights nor good new ones: until the next swap succeeds
         await asyncio.sleep(0.02)
         assert not leaving.done()
-        assert not arriving.done()
-        answer.set()
-        assert ((await swapping).error is None) == good
-        await arriving
-        if not good:  # neither old weights nor good new ones: until the next swap succeeds
-            await asyncio.sleep(0.02)
-            assert not leaving.done()
-            engine.logprob = -1.0
-            assert (await weights.swap(8, "keep", False)).error is None
-        left = await asyncio.wait_for(leaving, 60.0)
-        assert (left is None) == (not good)  # else it starts again
-        late = await weights.deliver(completion("frozen", weights.version, 4))
-        assert (late is None) == (not good)
-        if late is not None:
-            assert late.outputs[0].policy_versions.tolist() == [0, 0, 7, 7]
-        again = await weights.deliver(completion("frozen", weights.version, 2))
-        assert again is not None
-        assert again.outputs[0].policy_versions.tolist() == [weights.version] * 2
-
-    asyncio.run(run())
+        engine.logprob = -1.0
+        assert (await weights.swap(8, "keep", False)).error is None
+    left = await asyncio.wait_for(leaving, 60.0)
+    assert (left is None) == (not good)  # else it starts again
+    late = await weights.deliver(completion("frozen", weights.version, 4))
+    assert (late is None) == (not good)
+    if late is not None:
+        assert late.outputs[0].policy_versions.tolist() == [0, 0, 7, 7]
+    again = await weights.deliver(completion("frozen", weights.version, 2))
+    assert again is not None
+    assert again.outputs[0].policy_versions.tolist() == [weights.version] * 2
 
 
 # -- whose tokens -----------------------------------------------------------------------------------------------------
@@ -647,7 +557,8 @@ def test_tokens_of_the_last_step_are_waited_for() -> None:
 
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [7], [200, 3, 3, 199] * 6]
 FAMILIES = [
-    *(pytest.param(family, marks=pytest.mark.engine(family)) for family in ("qwen3_moe", "deepseek_v3")),
+    # qwen3_moe is in test/weight_update/test_weights_on_vllm.py
+    pytest.param("deepseek_v3", marks=pytest.mark.engine("deepseek_v3")),
     *(pytest.param(name, marks=[pytest.mark.engine(name), pytest.mark.parity]) for name in ("mixtral", "olmoe")),
 ]
 
@@ -856,22 +767,6 @@ def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
     time.sleep(seconds)
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_half_of_the_names_are_refused_and_the_engine_serves_on_exactly(train: Train) -> None:
-    trainer = train()
-    tensors = {name: tensor + 1 for name, tensor in checkpoint_tensors(trainer.model).items()}
-    half = dict(list(tensors.items())[::2])
-    version = trainer.sender.version
-    with pytest.raises(ManifestMismatch, match=r"\d+ missing \("):
-        trainer.sender.update_weights(half)
-    trainer.sender._publisher.expected = None  # a driver that does not check: the engine does
-    with pytest.raises(WeightSyncError, match=r"fewer than 1 replicas hold version .* missing \("):
-        trainer.sender.update_weights(half)
-    assert trainer.engine.stats()[0]["state"] == "SERVING"
-    assert trainer.engine.stats()[0]["version"] == version
-    trainer.assert_agrees(trainer.generate())
-
-
 @pytest.mark.engine
 def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone(no_engine: EngineShelf) -> None:
     folder = no_engine.folder("qwen3_moe")
@@ -936,23 +831,15 @@ def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShe
         trainer.sender.shutdown()
 
 
-def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
-    bench = AdapterBench(tmp_path)
-    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
-        bench.versions.init({"folder": str(bench.folder)}, True)
-
-
-def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(run_adapters: RunAdapters) -> None:
-    async def script(bench: AdapterBench) -> None:
-        await bench.stage(1)
-        await bench.stage(2)
-        await bench.until("v2")
-        report = bench.versions.swap(1)
-        assert (report.started, report.error) == (False, "adapter version 1 is not the one staged last")
-        assert bench.versions.swap(2).error is None
-        assert not bench.versions.swap(2).started  # nothing is staged now
-
-    run_adapters(script)
+@in_loop
+async def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(bench: AdapterBench) -> None:
+    await bench.stage(1)
+    await bench.stage(2)
+    await bench.until("v2")
+    report = bench.versions.swap(1)
+    assert (report.started, report.error) == (False, "adapter version 1 is not the one staged last")
+    assert bench.versions.swap(2).error is None
+    assert not bench.versions.swap(2).started  # nothing is staged now
 
 
 def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
@@ -965,23 +852,3 @@ def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path
     found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
     assert found.digest == manifest.digest
     assert engine.log[-1] == ("stage", manifest.to_json(), True, 1)
-
-
-def test_a_worker_that_could_not_stage_says_why(tmp_path: Path) -> None:
-    engine = FakeLLM()
-    weights = memmap(engine, tmp_path)
-    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
-    asyncio.run(staged(weights, 1))
-    engine.reports = [[report(), report(error="MemoryError: no room")]]
-    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
-        asyncio.run(staged(weights, 1))
-
-
-def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
-    engine = FakeLLM()
-    engine.fail["pause"] = RuntimeError("no pause")
-    weights = make(engine)
-    report = swap(weights)
-    assert (report.started, report.error) == (False, "RuntimeError: no pause")
-    assert engine.log == [("pause", "keep", False), "resume"]
-    assert weights.version == 0
