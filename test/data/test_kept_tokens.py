@@ -110,23 +110,15 @@ def test_right_words_pass_in_every_form() -> None:
 @pytest.mark.parametrize(
     ("one", "arguments", "text"),
     [
-        (kept([4, 2], [0, 2, 0, -1]), {}, "the sizes of kept say 3 ids, and there are 2: cut both at the same token."),
-        (kept([4, 2, 1], [0, 2]), {}, "the sizes of kept say 2 ids, and there are 3: cut both at the same token."),
+        (kept([4, 2], [0, 2, 0, -1]), {}, "the sizes of kept say 3 ids, and there are 2"),
+        (kept([4, 2, 1], [0, 2]), {}, "the sizes of kept say 2 ids, and there are 3"),
         (kept([5], [1]), {}, "ids of kept must be in 0..4, got 5."),
         (kept([-1], [1]), {}, "ids of kept must be in 0..4, got -1."),
         (kept([2, 2], [2]), {}, "a token of kept lists an id twice."),
-        (by_hand(), {"num_tokens": 3}, "kept must have 3 rows, got 4. A sample has a size for each token."),
+        (by_hand(), {"num_tokens": 3}, "kept must have 3 rows, got 4."),
         (by_hand(), {"tokens": torch.zeros(3).long()}, "kept must have 3 rows, got 4."),
-        (
-            by_hand(),
-            {"tokens": torch.tensor([0, 3, 0, 0])},
-            "token 1 of kept, 3, is not among the ids that it was sampled from.",
-        ),
-        (
-            by_hand(),
-            {"tokens": torch.tensor([0, 4, 0, 1])},
-            "token 3 of kept, 1, is not among the ids that it was sampled from.",
-        ),
+        (by_hand(), {"tokens": torch.tensor([0, 3, 0, 0])}, "token 1 of kept, 3, is not among the ids"),
+        (by_hand(), {"tokens": torch.tensor([0, 4, 0, 1])}, "token 3 of kept, 1, is not among the ids"),
         # it would fall on token 3's place: 1 * 5 + 14 = 3 * 5 + 4
         (by_hand(), {"tokens": torch.tensor([0, 14, 0, 0])}, "token 1 of kept must be in 0..4, got 14."),
         (by_hand(), {"tokens": torch.tensor([9, 4, -1, -1])}, "token 3 of kept must be in 0..4, got -1."),
@@ -135,16 +127,12 @@ def test_right_words_pass_in_every_form() -> None:
         (KeptTokens(ids=torch.zeros(1, 1).int(), sizes=torch.ones(1).int()), {}, "ids of kept must have 1 dim"),
         (KeptTokens(ids=torch.zeros(1), sizes=torch.ones(1).int()), {}, "ids of kept must "),
         (KeptTokens(ids=torch.zeros(1).int(), sizes=torch.ones(1)), {}, "sizes of kept must "),
+        (lazy_stack([kept([0], [1]), kept([5], [1])]), {}, "ids of kept of sample 1 must be in 0..4, got 5."),
     ],
 )
 def test_wrong_ids_are_named(one: KeptTokens, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         one.validate(vocabulary=V, **arguments)
-
-
-def test_the_sample_of_wrong_words_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^ids of kept of sample 1 must be in 0\.\.2, got 4\."):
-        lazy_stack([kept([0], [1]), by_hand()]).validate(vocabulary=3)
 
 
 # cut, joined and padded
@@ -156,8 +144,6 @@ def test_the_first_tokens() -> None:
     both = lazy_stack([by_hand(), kept([3], [0, 1])])
     assert_same(both.truncate(1), lazy_stack([kept([], [0]), kept([], [0])]))
     assert_same(both.pad().truncate(3), lazy_stack([kept([4, 2], [0, 2, 0]), kept([], [0, 0, 0])]))
-    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0: a sample keeps a token\.$"):
-        by_hand().truncate(0)
 
 
 def test_turns_by_hand() -> None:
@@ -168,13 +154,6 @@ def test_turns_by_hand() -> None:
     assert_same(first.followed_by(kept([], [0, 0, 0])), kept([4, 2], [0, 2, 0]))
     assert_same(first.followed_by(kept([1, 3], [1, 1])), first)  # what is known of the first tokens stays
     assert_same(kept([4, 2, -1], [0, 2]).followed_by(later), kept([4, 2, 0, 3], [0, 2, 0, -2]))
-
-
-def test_turns_that_cannot_be_joined() -> None:
-    with pytest.raises(ValueError, match=r"^a later turn repeats 4 tokens, and has 1"):
-        by_hand().followed_by(kept([], [0]))
-    with pytest.raises(ValueError, match=r"^turns are joined one sample at a time"):
-        lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
 
 
 @settings(max_examples=40)
@@ -224,10 +203,16 @@ def test_sizes_of_int8_do_not_wrap() -> None:
     assert one.ids_of(0, vocabulary=130).tolist() == [128, 129]
 
 
-def test_what_cannot_be_padded() -> None:
-    with pytest.raises(ValueError, match=r"^cannot pad to 3 tokens, the longest sample has 4: truncate\(\) first\.$"):
+def test_what_cannot_be_cut_joined_or_padded() -> None:
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        by_hand().truncate(0)
+    with pytest.raises(ValueError, match="a later turn repeats 4 tokens, and has 1"):
+        by_hand().followed_by(kept([], [0]))
+    with pytest.raises(ValueError, match="turns are joined one sample at a time"):
+        lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
+    with pytest.raises(ValueError, match=r"cannot pad to 3 tokens, the longest sample has 4: truncate\(\) first"):
         by_hand().pad(3)
-    with pytest.raises(ValueError, match=r"^side must be 'left' or 'right', got 'middle'\.$"):
+    with pytest.raises(ValueError, match="side must be 'left' or 'right', got 'middle'"):
         by_hand().pad(6, "middle")  # type: ignore[arg-type]
 
 
@@ -266,16 +251,6 @@ def test_saved_words_come_back(save: Callable[[Any, Path], Any], form: str, tmp_
     loaded[KEPT].validate(vocabulary=V)
 
 
-def test_a_lazy_stack_is_indexed_and_joined() -> None:
-    a, b = by_hand(), kept([3], [0, 1])
-    data = lazy_stack([rollout(a), rollout(b)])
-    assert_same(data[KEPT], lazy_stack([a, b]))
-    assert_same(data[1][KEPT], b)
-    assert_same(data[[1, 0]][KEPT], lazy_stack([b, a]))
-    assert_same(data[torch.tensor([False, True])][KEPT], lazy_stack([b]))
-    assert_same(torch.cat([data, data[1:]])[KEPT], lazy_stack([a, b, b]))
-
-
 def test_samples_without_words_left_out_stand_beside_others() -> None:
     plain = rollout(by_hand())
     del plain[KEPT]
@@ -285,13 +260,10 @@ def test_samples_without_words_left_out_stand_beside_others() -> None:
     assert_same(pickle.loads(pickle.dumps(data))[1][KEPT], by_hand())
 
 
-def test_a_plain_tensordict_turns_back_into_words() -> None:
-    assert_same(KeptTokens.from_tensordict(by_hand().to_tensordict()), by_hand())
-
-
 def test_a_replay_buffer(tmp_path: Path) -> None:
     from torchrl.data import LazyStackStorage, ReplayBuffer
 
+    assert_same(KeptTokens.from_tensordict(by_hand().to_tensordict()), by_hand())
     words = [by_hand(), kept([3], [0, 1]), kept([], [0])]
     buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=8)
     buffer.extend(lazy_stack([rollout(one) for one in words[:2]]))
@@ -308,17 +280,12 @@ def test_a_replay_buffer(tmp_path: Path) -> None:
 
 def test_in_a_notebook_numbers_of_words_are_a_table() -> None:
     rows = [["2 to 4 entries", "1"], ["all but some", "1"], ["all", "2"]]
-    for words, times in (
-        (by_hand(), 1),
-        (lazy_stack([by_hand(), by_hand()]), 2),
-        (lazy_stack([by_hand()] * 2).pad(), 2),
-    ):
+    two = lazy_stack([by_hand(), by_hand()])
+    for words, times in ((by_hand(), 1), (two, 2), (two.pad(), 2)):
         read = TableReader(words._repr_html_())
         assert read.rows["tbody"] == [[label, str(int(count) * times)] for label, count in rows]
         assert read.other[0] == repr(words)
-
-
-def test_what_cannot_be_read_is_shown_too() -> None:
+    # what cannot be read is shown too
     meta = KeptTokens(ids=torch.zeros(2, device="meta"), sizes=torch.zeros(2, device="meta"))
     assert TableReader(meta._repr_html_()).other == [repr(meta)]
     assert TableReader(KeptTokens(ids=torch.zeros(0), sizes=None)._repr_html_()).rows["tbody"] == []

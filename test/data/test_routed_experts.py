@@ -120,50 +120,39 @@ def test_unknown_rows_are_all_unset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "expert", "dtype"),
-    [
-        (128, 127, torch.int8), (129, 127, torch.int16), (129, 128, torch.int16), (256, 255, torch.int16),
-        (257, 256, torch.int16),
-    ],
-)  # fmt: skip
-def test_ids_survive_the_dtype_borders(num_experts: int, expert: int, dtype: torch.dtype) -> None:
+    ("num_experts", "expert"), [(128, 127), (129, 127), (129, 128), (256, 255), (257, 256), (32768, 32767)]
+)
+def test_ids_survive_the_dtype_borders(num_experts: int, expert: int) -> None:
     layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=2, num_experts=num_experts)
     rows = np.array([[[expert, 0]]], dtype=np.uint8 if num_experts <= 256 else np.uint16)
     routes = RoutedExperts.from_vllm(rows, num_tokens=2, layout=layout).validate(layout)
-    assert routes.full.dtype == dtype and routes.full.tolist() == [[[expert, 0]], [[U, U]]]
+    assert routes.full.dtype == layout.dtype and routes.full.tolist() == [[[expert, 0]], [[U, U]]]
 
 
-def test_the_input_is_copied_and_may_be_read_only() -> None:
+def test_signed_rows_and_lists_are_taken_and_a_read_only_array_is_copied() -> None:
     rows = ROWS.copy()
     rows.flags.writeable = False
+    for taken in (rows, ROWS.astype(np.int64), ROWS.astype(np.int16), ROWS.tolist()):
+        assert routes_from_vllm(taken, 3, LAYOUT).tolist() == FULL
     RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT).full[:] = 4
     assert rows.tolist() == ROWS.tolist()
-
-
-def test_signed_rows_and_lists_are_taken() -> None:
-    for rows in (ROWS.astype(np.int64), ROWS.astype(np.int16), ROWS.tolist()):
-        assert routes_from_vllm(rows, 3, LAYOUT).tolist() == FULL
 
 
 @pytest.mark.parametrize(
     ("rows", "num_tokens", "error", "text"),
     [
-        (ROWS, 4, RouteShapeError,
-         "engine rows must have 3 rows, got 2. Each of the 4 tokens has a row except the last"),
-        (ROWS, 2, RouteShapeError, "engine rows must have 1 row, got 2."),
-        (None, 0, RouteShapeError, "num_tokens must be at least 1, got 0: count prompt and response tokens."),
-        (ROWS[:, :2], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 2, 2]."),
-        (ROWS[..., :1], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 3, 1]."),
-        (ROWS * 1.0, 3, RouteValueError, "engine rows must have an integer dtype, got float64."),
-        (ROWS + np.uint8(1), 3, RouteValueError,
-         "engine rows: token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7"),
-        (ROWS - np.int8(1), 3, RouteValueError,
-         "engine rows: token 0, layer 0 holds expert -1 in [-1, -1]; allowed are"),
-        (ROWS[:, ::-1], 3, RouteValueError, "engine rows: token 0, layer 0 holds expert 1 in [0, 1]; the layer has no"),
+        (ROWS, 4, RouteShapeError, " must have 3 rows, got 2. Each of the 4 tokens has a row except the last"),
+        (ROWS, 2, RouteShapeError, " must have 1 row, got 2."),
+        (ROWS[:, :2], 3, RouteShapeError, " must have shape [rows, 3, 2], got [2, 2, 2]."),
+        (ROWS[..., :1], 3, RouteShapeError, " must have shape [rows, 3, 2], got [2, 3, 1]."),
+        (ROWS * 1.0, 3, RouteValueError, " must have an integer dtype, got float64."),
+        (ROWS + np.uint8(1), 3, RouteValueError, ": token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7"),
+        (ROWS - np.int8(1), 3, RouteValueError, ": token 0, layer 0 holds expert -1 in [-1, -1]; allowed are"),
+        (ROWS[:, ::-1], 3, RouteValueError, ": token 0, layer 0 holds expert 1 in [0, 1]; the layer has no"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
+    with pytest.raises(error, match=f"^{re.escape(f'engine rows{text}')}"):
         RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=LAYOUT)
 
 
@@ -251,9 +240,7 @@ def test_a_nested_sample_is_named_by_its_place() -> None:
     samples = [sample(2), sample(3), sample(4), sample(5)]
     samples[2].full[2, 1] = torch.tensor([6, 6])
     routes = lazy_stack([lazy_stack(samples[:2]), lazy_stack(samples[2:])])
-    with pytest.raises(
-        RouteValueError, match=r"^routed_experts: sample \(1, 0\), token 2, layer 1 holds expert 6 twice"
-    ):
+    with pytest.raises(RouteValueError, match=r"sample \(1, 0\), token 2, layer 1 holds expert 6 twice"):
         routes.validate(LAYOUT)
 
 
@@ -269,15 +256,13 @@ def test_a_route_on_a_pad_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"num_tokens": 3},
-         "routed_experts of sample 1 must have 3 rows, got 4. A sample has a row per token, the last"),
+        ({"num_tokens": 3}, "routed_experts of sample 1 must have 3 rows, got 4."),
         ({"num_tokens": [3, 5]}, "routed_experts of sample 1 must have 5 rows, got 4."),
-        ({"num_tokens": [3]}, "num_tokens must have 2 rows, got 1. Give an int, or a count per sample."),
-        ({"attention_mask": [torch.ones(3)]}, "attention_mask must have 2 rows, got 1. Give it a row per sample."),
-        ({"attention_mask": torch.ones(2, 4)},
-         "attention_mask of sample 0 must have shape [3], got [4]. Give it a value per token."),
+        ({"num_tokens": [3]}, "num_tokens must have 2 rows, got 1."),
+        ({"attention_mask": [torch.ones(3)]}, "attention_mask must have 2 rows, got 1."),
+        ({"attention_mask": torch.ones(2, 4)}, "attention_mask of sample 0 must have shape [3], got [4]."),
     ],
-)  # fmt: skip
+)
 def test_counts_and_masks_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
         lazy_stack([sample(3), sample(4)]).validate(LAYOUT, **arguments)
@@ -290,37 +275,22 @@ def test_pads_do_not_count_as_tokens() -> None:
         routes.validate(LAYOUT, num_tokens=5, attention_mask=mask)
 
 
-def test_shapes_and_dtypes_that_are_no_routes() -> None:
-    other_width = RoutedExperts(full=torch.full((5, 3, 4), U, dtype=torch.int8))
-    for routes, error, text in [
-        (
-            RoutedExperts(full=torch.zeros(3, 2)),
-            RouteShapeError,
-            "routed_experts must have shape [..., T, L, K], got [3, 2]",
-        ),
-        (
-            other_width,
-            RouteShapeError,
-            "routed_experts must have shape [T, 3, 2], got [5, 3, 4]. Check that the Routing",
-        ),
-        (
-            lazy_stack([sample(), other_width]),
-            RouteShapeError,
-            "routed_experts of sample 1 must have shape [T, 3, 2], got",
-        ),
-        (
-            sample().to(torch.int16),
-            RouteValueError,
-            "routed_experts must have dtype torch.int8 for 8 experts, got torch.int1",
-        ),
-        (
-            RoutedExperts(full=sample().full.to(torch.uint8)),
-            RouteValueError,
-            "routed_experts must have dtype torch.int8 for 8 experts, got torch.uin",
-        ),
-    ]:
-        with pytest.raises(error, match=f"^{re.escape(text)}"):
-            routes.validate(LAYOUT)
+OTHER_WIDTH = RoutedExperts(full=torch.full((5, 3, 4), U, dtype=torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("routes", "error", "text"),
+    [
+        (RoutedExperts(full=torch.zeros(3, 2)), RouteShapeError, " must have shape [..., T, L, K], got [3, 2]"),
+        (OTHER_WIDTH, RouteShapeError, " must have shape [T, 3, 2], got [5, 3, 4]. Check that the RoutingLayout"),
+        (lazy_stack([sample(), OTHER_WIDTH]), RouteShapeError, " of sample 1 must have shape [T, 3, 2], got"),
+        (sample().to(torch.int16), RouteValueError, " must have dtype torch.int8 for 8 experts, got torch.int16"),
+        (RoutedExperts(full=sample().full.to(torch.uint8)), RouteValueError, " must have dtype torch.int8 for 8 exp"),
+    ],
+)
+def test_shapes_and_dtypes_that_are_no_routes(routes: RoutedExperts, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(f'routed_experts{text}')}"):
+        routes.validate(LAYOUT)
 
 
 # truncate and pad
@@ -371,14 +341,13 @@ def test_nested_batches_keep_their_shape() -> None:
 
 def test_what_cannot_be_padded_or_cut() -> None:
     batch = lazy_stack([sample(3), sample(5)])
-    with pytest.raises(
-        RouteShapeError, match=r"^cannot pad to 4 rows, the longest sample has 5: truncate\(\) first\.$"
-    ):
+    with pytest.raises(RouteShapeError, match=r"cannot pad to 4 rows, the longest sample has 5: truncate\(\) first"):
         batch.pad(4)
-    with pytest.raises(ValueError, match=r"^side must be 'left' or 'right', got 'middle'\.$"):
+    with pytest.raises(ValueError, match="side must be 'left' or 'right', got 'middle'"):
         batch.pad(6, "middle")  # type: ignore[arg-type]
-    with pytest.raises(RouteShapeError, match=r"^num_tokens must be at least 1, got 0: a sample keeps a token\.$"):
-        batch.truncate(0)
+    for call in (batch.truncate, lambda count: RoutedExperts.from_vllm(None, num_tokens=count, layout=LAYOUT)):
+        with pytest.raises(RouteShapeError, match="num_tokens must be at least 1, got 0"):
+            call(0)
 
 
 # What is known, and how it looks
@@ -393,30 +362,31 @@ def test_is_set_coverage_and_bytes() -> None:
     assert batch.pad().is_set.shape == (2, 3, 3) and batch.pad()[:0].coverage() == batch.pad()[:0].nbytes == 0
     routes.full[:, 1] = UNSET_EXPERT
     assert (routes.coverage(), routes.coverage(LAYOUT)) == (pytest.approx(2 / 3), pytest.approx(2 / 6))
-    with pytest.raises(
-        RouteShapeError, match=r"^is_set needs samples of one length, got RoutedExperts\(.*T=1\.\.3.*: pad"
-    ):
+    with pytest.raises(RouteShapeError, match=r"is_set needs samples of one length, got .*T=1\.\.3.*: pad"):
         _ = batch.is_set
 
 
-def test_repr() -> None:
+def test_how_it_looks() -> None:
+    assert str(RoutedExperts.__doc__).startswith("The experts that each token was routed to.")
     routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
     ragged = lazy_stack([routes, routes.truncate(1)])
     line = "RoutedExperts(shape=[2, T=1..3, L=3, K=2], dtype=int8, coverage=75.0%, nbytes=24)"
     assert repr(routes) == "RoutedExperts(shape=[T=3, L=3, K=2], dtype=int8, coverage=66.7%, nbytes=18)"
     assert repr(ragged) == line
     assert f"routed_experts: {line}}}" in repr(lazy_stack([TensorDict(routed_experts=one) for one in ragged.unbind(0)]))
-
-
-def test_repr_of_what_holds_no_routes() -> None:
+    # what holds no routes is shown too
     assert repr(sample().empty()) == "RoutedExperts(shape=[])"
     assert repr(RoutedExperts(full=torch.zeros(4))) == "RoutedExperts(shape=[4])"
+    assert repr(RoutedExperts(full=torch.zeros(3, 2, 0, dtype=torch.int8))) == "RoutedExperts(shape=[3, 2, 0])"
     assert repr(sample().to("meta")) == "RoutedExperts(shape=[T=3, L=3, K=2], dtype=int8, nbytes=18)"
     assert repr(sample().pad().unsqueeze(0)[:0]).startswith("RoutedExperts(shape=[0, T=3, L=3, K=2], dtype=int8")
 
 
-def test_the_docstring_is_ours() -> None:
-    assert str(RoutedExperts.__doc__).startswith("The experts that each token was routed to.")
+def test_a_lazy_stack_without_samples() -> None:
+    nothing = lazy_stack([sample(), sample(2)])[:0]
+    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape[0]) == (0.0, 0, 0)
+    assert nothing.validate(LAYOUT) is nothing
+    assert repr(nothing) == "RoutedExperts(shape=[])"
 
 
 def test_route_table() -> None:
@@ -438,12 +408,9 @@ def test_a_long_route_table_shows_both_ends() -> None:
 
 
 def test_a_route_table_is_of_one_sample() -> None:
-    text = "route_table shows one sample, got RoutedExperts(shape=[2, T=3, L=3, K=2]"
-    with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
+    with pytest.raises(RouteShapeError, match=r"route_table shows one sample, got RoutedExperts\(shape=\[2, T=3"):
         torch.stack([sample(), sample()]).route_table()
-    with pytest.raises(
-        RouteShapeError, match=r"^tokens must have 3 rows, got 1\. Give a string per row of the routes\.$"
-    ):
+    with pytest.raises(RouteShapeError, match="tokens must have 3 rows, got 1"):
         sample().route_table(["a"])
 
 
@@ -566,12 +533,3 @@ def test_a_count_is_an_integer_of_any_kind(value: Any) -> None:
             ValueError, match="routed_experts must have" if (name, value) == ("num_tokens", 2**40) else name
         ):
             call()
-
-
-def test_a_lazy_stack_without_samples_and_routes_without_experts_are_shown_too() -> None:
-    one = RoutedExperts(full=torch.zeros(3, 2, 2, dtype=torch.int8))
-    nothing = lazy_stack([one, one.truncate(2)])[:0]
-    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape[0]) == (0.0, 0, 0)
-    assert nothing.validate(RoutingLayout(num_layers=2, moe_layers=(0, 1), top_k=2, num_experts=4)) is nothing
-    assert repr(nothing) == "RoutedExperts(shape=[])"
-    assert repr(RoutedExperts(full=torch.zeros(3, 2, 0, dtype=torch.int8))) == "RoutedExperts(shape=[3, 2, 0])"

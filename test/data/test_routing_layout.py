@@ -18,21 +18,12 @@ def layout(**changes: Any) -> RoutingLayout:
     return RoutingLayout(**({"num_layers": 4, "moe_layers": (1, 3), "top_k": 2, "num_experts": 8} | changes))
 
 
-def test_dense_layers_are_the_others() -> None:
-    assert layout().dense_layers == (0, 2) and layout(moe_layers=range(4)).dense_layers == ()
-
-
 @pytest.mark.parametrize(
-    ("num_experts", "dtype", "numpy_dtype"),
-    [
-        (1, torch.int8, np.int8), (128, torch.int8, np.int8), (129, torch.int16, np.int16),
-        (32768, torch.int16, np.int16),
-    ],
-)  # fmt: skip
-def test_the_dtype_holds_every_id(num_experts: int, dtype: torch.dtype, numpy_dtype: type) -> None:
+    ("num_experts", "dtype"), [(1, torch.int8), (128, torch.int8), (129, torch.int16), (32768, torch.int16)]
+)
+def test_the_dtype_holds_every_id(num_experts: int, dtype: torch.dtype) -> None:
     made = layout(num_experts=num_experts, top_k=1)
-    assert (made.dtype, made.numpy_dtype) == (dtype, np.dtype(numpy_dtype))
-    assert torch.iinfo(made.dtype).max >= num_experts - 1
+    assert (made.dtype, made.numpy_dtype) == (dtype, np.dtype(str(dtype).removeprefix("torch.")))
 
 
 def test_any_integers_become_plain_ones() -> None:
@@ -47,34 +38,29 @@ def test_it_is_a_value() -> None:
     assert repr(made) == "RoutingLayout(num_layers=4, moe_layers=(1, 3), top_k=2, num_experts=8)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.top_k = 3  # type: ignore[misc]
-
-
-def test_it_survives_pickle_and_replace() -> None:
-    loaded = pickle.loads(pickle.dumps(layout()))
-    assert loaded == layout() and loaded.dense_layers == (0, 2)
-    assert dataclasses.replace(layout(), moe_layers=(0,)).dense_layers == (1, 2, 3)
+    loaded = pickle.loads(pickle.dumps(made))
+    assert loaded == made and loaded.dense_layers == (0, 2)
+    assert dataclasses.replace(made, moe_layers=(0,)).dense_layers == (1, 2, 3)
+    assert layout(moe_layers=range(4)).dense_layers == ()
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_layers": 0}, "num_layers must be at least 1, got 0."),
-        ({"moe_layers": ()},
-         "moe_layers is empty; a dense model has no layout: pass None in place of a RoutingLayout."),
-        ({"moe_layers": (3, 1)},
-         "moe_layers must ascend without repeats, got (3, 1); pass tuple(sorted(set(layers)))."),
-        ({"moe_layers": (1, 1)},
-         "moe_layers must ascend without repeats, got (1, 1); pass tuple(sorted(set(layers)))."),
-        ({"moe_layers": (1, 4)}, "moe_layers must lie in 0..3, got (1, 4): indices count dense layers."),
-        ({"moe_layers": (-1, 3)}, "moe_layers must lie in 0..3, got (-1, 3): indices count dense layers."),
-        ({"num_experts": 0}, "num_experts must lie in 1..32768, got 0; ids are kept as int16."),
-        ({"num_experts": 32769}, "num_experts must lie in 1..32768, got 32769; ids are kept as int16."),
-        ({"top_k": 0}, "top_k must lie in 1..num_experts = 1..8, got 0."),
-        ({"top_k": 9}, "top_k must lie in 1..num_experts = 1..8, got 9."),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"moe_layers": ()}, "moe_layers is empty; a dense model has no layout: pass None"),
+        ({"moe_layers": (3, 1)}, "moe_layers must ascend without repeats, got (3, 1)"),
+        ({"moe_layers": (1, 1)}, "moe_layers must ascend without repeats, got (1, 1)"),
+        ({"moe_layers": (1, 4)}, "moe_layers must lie in 0..3, got (1, 4)"),
+        ({"moe_layers": (-1, 3)}, "moe_layers must lie in 0..3, got (-1, 3)"),
+        ({"num_experts": 0}, "num_experts must lie in 1..32768, got 0"),
+        ({"num_experts": 32769}, "num_experts must lie in 1..32768, got 32769"),
+        ({"top_k": 0}, "top_k must lie in 1..num_experts = 1..8, got 0"),
+        ({"top_k": 9}, "top_k must lie in 1..num_experts = 1..8, got 9"),
     ],
-)  # fmt: skip
+)
 def test_what_no_model_has(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         layout(**changes)
 
 

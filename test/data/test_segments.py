@@ -57,16 +57,12 @@ def test_each_token_has_what_its_first_writer_wrote(turns: list[list[int]]) -> N
 
 
 @given(dialogues())
-def test_nan_is_to_numbers_what_unset_is_to_ids(turns: list[list[int]]) -> None:
-    joined = join([torch.tensor([NAN if v == -1 else float(v) for v in turn]) for turn in turns])
-    assert [-1 if math.isnan(v) else int(v) for v in joined.tolist()] == first_known(turns)
-
-
-@given(dialogues())
-def test_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
-    tables = [torch.tensor([[[-1] * 2, [v, v]] for v in turn], dtype=torch.int8).view(-1, 2, 2) for turn in turns]
-    joined = join(tables)
-    assert joined.dtype == torch.int8 and joined.tolist() == [[[-1] * 2, [v, v]] for v in first_known(turns)]
+def test_nan_is_to_numbers_what_unset_is_to_ids_and_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
+    first = first_known(turns)
+    numbers = join([torch.tensor([NAN if v == -1 else float(v) for v in turn]) for turn in turns])
+    assert [-1 if math.isnan(v) else int(v) for v in numbers.tolist()] == first
+    routes = join([torch.tensor([[[-1] * 2, [v, v]] for v in turn], dtype=torch.int8).view(-1, 2, 2) for turn in turns])
+    assert routes.dtype == torch.int8 and routes.tolist() == [[[-1] * 2, [v, v]] for v in first]
 
 
 # -- what a row says of its parts -------------------------------------------------------------------------------------
@@ -86,8 +82,5 @@ def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts:
 )  # fmt: skip
 def test_the_worst_way_of_reading_again_counts(hows: list[str], worst: str) -> None:
     assert worst_resume(*hows) == worst
-
-
-def test_another_way_of_reading_again_is_refused() -> None:
     with pytest.raises(ValueError):
-        worst_resume("none", "Live")
+        worst_resume(*hows, "Live")

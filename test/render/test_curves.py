@@ -62,10 +62,11 @@ def test_four_panels_show_the_columns() -> None:
     assert np.allclose(tops, [0.1, 0.3, 0.6, 1.0])  # stacked
 
 
-def test_a_short_run_can_be_seen() -> None:
-    rows = [row(step, held_out_reward="", dlogp_mean="" if step else 1e-6, dlogp_max="") for step in range(3)]
+@pytest.mark.parametrize("empty", ["", None])
+def test_a_short_run_can_be_seen_and_empty_cells_are_left_out(empty: Any) -> None:
+    rows = [row(step, held_out_reward=empty, dlogp_mean=empty if step else 1e-6, dlogp_max=empty) for step in range(3)]
     reward, mismatch, length, _ = training_figure(rows).axes
-    assert set(lines(reward)) == {"rollouts"} and set(lines(mismatch)) == {"mean"}  # no series without a point
+    assert set(lines(reward)) == {"rollouts"} and lines(mismatch) == {"mean": ([0], [1e-6])}
     assert [line.get_marker() for axes in (reward, mismatch, length) for line in axes.get_lines()] == ["o"] * 3
     assert all(float(tick).is_integer() for axes in (reward, mismatch, length) for tick in axes.get_xticks())
     assert mismatch.get_xlim() == (-0.5, 2.5)
@@ -89,13 +90,6 @@ def test_the_live_router_is_shown_where_it_was_measured() -> None:
     assert lines(mismatch)["mean, live router"] == ([0], [0.25])
     assert lines(mismatch)["mean, replayed"] == ([0, 1], [1e-6] * 2)
     assert set(lines(mismatch)) == {"mean, live router", "mean, replayed", "max, replayed"}
-
-
-@pytest.mark.parametrize("empty", ["", None])
-def test_empty_cells_are_left_out(empty: Any) -> None:
-    figure = training_figure([row(step, held_out_reward=empty, dlogp_mean=empty) for step in range(3)])
-    assert set(lines(figure.axes[0])) == {"rollouts"} and set(lines(figure.axes[1])) == {"max"}
-    assert len(lines(figure.axes[1])["max"][0]) == 3
 
 
 def test_rows_read_back_from_a_file_are_text(tmp_path: Path) -> None:
@@ -125,8 +119,9 @@ def steps(figure: object) -> list[StepPatch]:
 
 
 def test_shares_by_hand() -> None:
-    """Four bins from -2 to 2; the series share them, and each sums to 1."""
-    figure = log_ratio_figure({"R3": [-0.5, 0.5, 0.5, 0.6], "none": torch.tensor([[-2.0], [2.0]])}, bins=4, title="t")
+    """Four bins from -2 to 2; the series share them, and each sums to 1. What is not finite is left out."""
+    series = {"R3": [-0.5, 0.5, 0.5, math.nan, 0.6, math.inf], "none": torch.tensor([[-2.0], [2.0]])}
+    figure = log_ratio_figure(series, bins=4, title="t", tau=3.0)
     first, second = steps(figure)
     for patch in (first, second):
         np.testing.assert_allclose(patch.get_data().edges, [-2, -1, 0, 1, 2])
@@ -135,16 +130,7 @@ def test_shares_by_hand() -> None:
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["R3, 4 tokens", "none, 2 tokens"]
     assert (axes.get_title(), axes.get_yscale()) == ("t", "log")
-
-
-def test_lines_stand_at_log_tau() -> None:
-    figure = log_ratio_figure({"R3": [0.1]}, tau=3.0)
-    assert [line.get_xdata()[0] for line in figure.axes[0].get_lines()] == [-math.log(3), math.log(3)]
-
-
-def test_what_is_not_finite_is_left_out() -> None:
-    (patch,) = steps(log_ratio_figure({"R3": [1.0, math.nan, math.inf]}, bins=2))
-    assert patch.get_data().values.tolist() == [0, 1] and patch.get_label() == "R3, 1 tokens"
+    assert [line.get_xdata()[0] for line in axes.get_lines()] == [-math.log(3), math.log(3)]
 
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0]])
@@ -196,10 +182,6 @@ def test_each_row_is_a_bar_on_its_replicas_line() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["trainer", "replica 0", "replica 3"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["publish", "pause"]
     assert axes.get_title() == "a title"
-
-
-def test_phases_have_colors_of_their_own() -> None:
-    (axes,) = timeline_figure(BARS).axes
     publish, one, other = (patch.get_facecolor() for patch in axes.patches)
     assert one == other != publish
 

@@ -33,33 +33,25 @@ FIGURES: dict[str, tuple[Any, ...]] = {
 """Each figure of the room, and the least that it draws."""
 
 
-def test_every_figure_is_here() -> None:
-    assert sorted(FIGURES) == [name for name in render.__all__ if name.endswith("_figure")]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_can_be_shown_and_sent(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in render.__all__ if name.endswith("_figure")])
+def test_every_figure_can_be_shown_and_sent_and_without_matplotlib_names_the_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figure = getattr(render, name)(*FIGURES[name])
     assert isinstance(pickle.loads(pickle.dumps(figure)), NotebookFigure)
     for axes in figure.axes:
         if axes.get_label() != "<colorbar>" and axes.axison:
             assert axes.get_xlabel() or axes.get_ylabel()
-
-
-def test_a_notebook_gets_a_picture() -> None:
-    assert NotebookFigure(figsize=(1, 1))._repr_png_().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_without_matplotlib_the_extra_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchrl_moe.render.figures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'torchrl_moe\[render\]'"):
         getattr(render, name)(*FIGURES[name])
 
 
-def test_ticks_stand_at_whole_numbers() -> None:
-    axes = NotebookFigure().subplots()
+def test_a_notebook_gets_a_picture_with_ticks_at_whole_numbers() -> None:
+    figure = NotebookFigure(figsize=(1, 1))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    axes = figure.subplots()
     axes.set_xlim(0, 3)
     whole_ticks(axes.xaxis)
     assert {at % 1 for at in axes.get_xticks()} == {0.0}

@@ -66,9 +66,6 @@ def test_no_line_is_longer_than_asked_for_or_cannot_be_printed() -> None:
     for characters in range(1, 60):
         line = one_line(every * 2, characters)
         assert len(line) == characters and line.isprintable()
-
-
-def test_a_text_of_no_character_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         one_line("a", 0)
 
@@ -84,17 +81,14 @@ def test_rich_prints_cells_as_they_are(capsys: CaptureFixture[str]) -> None:
 def test_without_rich_it_is_columns_of_text(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setitem(sys.modules, "rich.box", None)
-    print_table("two", ("name", "text", "n"), [("a", "[red]", "1"), ("bb", "", "20")], wide=("text",))
+    print_table("two", HEADER, [("a", "[red]", "1"), ("bb", "", "20")], wide=("text",))
     assert capsys.readouterr().out.splitlines() == ["two", "name  text    n", "   a  [red]   1", "  bb         20"]
 
 
 # -- data frames ------------------------------------------------------------------------------------------------------
-def test_each_row_is_a_row() -> None:
+def test_each_row_is_a_row_and_without_pandas_the_extra_is_named(monkeypatch: MonkeyPatch) -> None:
     table = data_frame([{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.75}])
     assert table.to_dict("list") == {"step": [0, 1], "reward": [0.5, 0.75]}
-
-
-def test_without_pandas_the_extra_is_named(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"tables need pandas: pip install 'torchrl_moe\[render\]'"):
         data_frame([{"step": 0}])

@@ -34,18 +34,13 @@ from torchrl_moe.trainers import MoEGRPOTrainer
 
 
 # -- token text -------------------------------------------------------------------------------------------------------
-def test_ascii_markers_and_line_breaks() -> None:
+def test_texts_of_tokens() -> None:
     texts = TokenTexts(TOKENIZER)
     assert texts.of([*b"a b", 10, 9, 13, 27, 258]) == ["a", " ", "b", "↵\n", "→\t", "␍", "\\x1b", "<|im_end|>"]
     assert texts.is_special(258) and not texts.is_special(97)
-
-
-def test_a_character_of_several_tokens_stands_at_the_first() -> None:
-    assert TokenTexts(TOKENIZER).of(list("é€𝄞x".encode())) == ["é", "·", "€", "·", "·", "𝄞", "·", "·", "·", "x"]
-
-
-def test_half_a_character_has_the_tokenizers_name() -> None:
-    assert TokenTexts(TOKENIZER).of([0xC3, 97]) == [TOKENIZER.convert_ids_to_tokens(0xC3), "a"]
+    # a character of several tokens stands at the first, half of one has the tokenizer's name
+    assert texts.of(list("é€𝄞x".encode())) == ["é", "·", "€", "·", "·", "𝄞", "·", "·", "·", "x"]
+    assert texts.of([0xC3, 97]) == [TOKENIZER.convert_ids_to_tokens(0xC3), "a"]
 
 
 def test_an_id_outside_of_the_vocabulary_is_shown_as_such() -> None:
@@ -155,28 +150,10 @@ def test_the_policy_names_keys_and_has_the_tokenizer() -> None:
         read(row)
 
 
-def test_a_reward_is_summed() -> None:
+def test_a_reward_is_summed_and_an_entry_of_another_length_refused() -> None:
     row = rollout("a", "bc")
     row["next", "reward"] = torch.tensor([[0.5], [1.0]], dtype=torch.bfloat16)
     assert read(row)[0].title.endswith("reward 1.5")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"n": 0}, "n must be an integer of at least 1, got 0"),
-        ({"n": 1.5}, "n must be an integer of at least 1, got 1.5"),
-        ({"most": None}, "tokens must be an integer of at least 1, got None"),
-        ({"most": 0}, "tokens must be an integer of at least 1, got 0"),
-    ],
-)
-def test_bad_numbers_are_refused(arguments: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        read(rollout("a", "b"), **arguments)
-
-
-def test_an_entry_of_another_length_is_refused() -> None:
-    row = rollout("a", "bc")
     row["policy_versions", "full"] = torch.zeros(2)
     with pytest.raises(ValueError, match=r"\('policy_versions', 'full'\) has 2 rows, and there are 3 tokens"):
         read(row)
@@ -245,11 +222,6 @@ def test_probabilities(log_prob: float | None, label: str | None) -> None:
     assert make_scale([sample(token(log_prob=log_prob))], "log_probs").label(token(log_prob=log_prob)) == label
 
 
-def test_another_color_is_refused() -> None:
-    with pytest.raises(ValueError, match="color must be one of 'versions', 'experts', 'kept', 'log_probs', got 'red'"):
-        make_scale([], "red")  # type: ignore[arg-type]
-
-
 # -- token runs -------------------------------------------------------------------------------------------------------
 SHOWN = [
     sample(
@@ -273,12 +245,11 @@ def test_each_run_of_one_label_is_a_line() -> None:
     assert samples_text([], make_scale([])) == "version of the weights that sampled a token: not known"
 
 
-def test_a_file_gets_lines_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_lines_of_text_with_and_without_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     print_samples(SHOWN, make_scale(SHOWN))
     assert capsys.readouterr().out == TEXT
-
-
-def test_without_rich_it_is_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     print_samples(SHOWN, make_scale(SHOWN))
     assert capsys.readouterr().out == TEXT
@@ -361,7 +332,9 @@ TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
 
 
 def test_a_terminal_shows_text(capsys: pytest.CaptureFixture[str]) -> None:
+    before = TD.clone()
     show_samples(TD, n=1, tokenizer=TOKENIZER)
+    assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())
     assert capsys.readouterr().out.splitlines()[1:] == [
         "sample 1: 1 prompt, 1 response tokens",
         "  prompt               q",
@@ -397,15 +370,19 @@ def test_a_notebook_shows_html(
     assert text.splitlines()[1] == "sample 0: 1 prompt, 2 response tokens" and capsys.readouterr().out == ""
 
 
-def test_the_rollouts_are_not_changed() -> None:
-    before = TD.clone()
-    show_samples(TD, color="experts")
-    assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())
-
-
-def test_what_cannot_be_shown_is_refused() -> None:
-    with pytest.raises(ValueError, match="the batch is empty"):
-        show_samples(TensorDict(batch_size=[0]))
-    for odd in ("gpt2", ["a"]):
-        with pytest.raises(TypeError, match="tokenizer must be"):
-            show_samples(TD, tokenizer=odd)
+@pytest.mark.parametrize(
+    ("batch", "arguments", "told"),
+    [
+        (TD, {"n": 0}, "n must be an integer of at least 1, got 0"),
+        (TD, {"n": 1.5}, "n must be an integer of at least 1, got 1.5"),
+        (TD, {"tokens": None}, "tokens must be an integer of at least 1, got None"),
+        (TD, {"tokens": 0}, "tokens must be an integer of at least 1, got 0"),
+        (TD, {"color": "red"}, "color must be one of 'versions', 'experts', 'kept', 'log_probs', got 'red'"),
+        (TD, {"tokenizer": "gpt2"}, "tokenizer must be"),
+        (TD, {"tokenizer": ["a"]}, "tokenizer must be"),
+        (TensorDict(batch_size=[0]), {}, "the batch is empty"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(batch: Any, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError if "tokenizer" in arguments else ValueError, match=told):
+        show_samples(batch, **arguments)

@@ -54,26 +54,21 @@ def test_merged_on_the_fly_is_merged_for_good(family: str, targets: str, dtype: 
     assert any(not torch.equal(found[name], plain[name]) for name in plain)  # the adapters do something
 
 
-def test_they_are_of_now() -> None:
+def test_they_are_of_now_and_one_that_was_merged_already_counts_once() -> None:
     model = adapted("qwen3_moe", target_modules=["q_proj"])
-    weights = ModelWeights(model)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    before = dict(weights.tensors())[name].clone()
+    weights, name = ModelWeights(model), "model.layers.0.self_attn.q_proj.weight"
+    apart = {name: tensor.clone() for name, tensor in weights.tensors()}
+    model.merge_adapter()
+    together = dict(ModelWeights(model).tensors())
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+    model.unmerge_adapter()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "lora_B" in parameter_name:
                 parameter.zero_()
     after = dict(weights.tensors())[name]
-    assert not torch.equal(after, before)
+    assert not torch.equal(after, apart[name])
     assert torch.equal(after, model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight)
-
-
-def test_an_adapter_that_was_merged_already_counts_once() -> None:
-    model = adapted("qwen3_moe", target_modules=["q_proj"])
-    apart = {name: tensor.clone() for name, tensor in ModelWeights(model).tensors()}
-    model.merge_adapter()
-    together = dict(ModelWeights(model).tensors())
-    assert all(torch.equal(apart[name], together[name]) for name in apart)
 
 
 @takes_adapters
@@ -90,12 +85,11 @@ def test_adapters_added_without_a_wrapper_count_too() -> None:
 
 @pytest.mark.parametrize("extra", [{"use_dora": True}, {"lora_bias": True}])
 def test_what_is_no_plain_sum_is_refused(extra: dict[str, Any]) -> None:
-    targets = ["q_proj"]
     model = make_tiny_moe()
     if "lora_bias" in extra:
         for layer in model.model.layers:
             layer.self_attn.q_proj.bias = nn.Parameter(torch.zeros(layer.self_attn.q_proj.out_features))
-    config = peft.LoraConfig(r=4, target_modules=targets, **extra)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], **extra)
     with pytest.raises(TypeError, match=r"q_proj has an adapter that is not a plain sum.*call model\.merge_and_unload"):
         checkpoint_tensors(peft.get_peft_model(model, config))
 

@@ -18,7 +18,7 @@ from support.engines import EngineShelf
 from torchrl_moe.cli.main import main
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules import AsyncVLLM, RouterReplay, TransformersWrapper, probe_replay
-from torchrl_moe.modules.policies.probe import Causes, Mismatch, ReplayProbe, causes_of, live_scores
+from torchrl_moe.modules.policies.probe import Causes, causes_of, live_scores
 from torchrl_moe.testing import make_tiny_moe
 
 ROWS, TOKENS = 3, 6
@@ -35,18 +35,9 @@ def rollouts(model: PreTrainedModel) -> TensorDictBase:
     routes[:, -1] = -1
     sampled = torch.full(ids.shape, float("nan"))
     sampled[:, 2:] = log_probs[:, 1:-1].gather(-1, ids[:, 2:, None])[..., 0]
-    return lazy_stack(
-        [
-            TensorDict(
-                {
-                    "tokens": Tokens(full=ids[i]),
-                    ("log_probs", "full"): sampled[i],
-                    ("routed_experts", "full"): routes[i],
-                }
-            )
-            for i in range(ROWS)
-        ]
-    )
+    rows = zip(ids, sampled, routes, strict=True)
+    keys = ("log_probs", "full"), ("routed_experts", "full")
+    return lazy_stack([TensorDict({"tokens": Tokens(full=row), keys[0]: own, keys[1]: r}) for row, own, r in rows])
 
 
 def with_other_routers(model: PreTrainedModel, layer: int) -> PreTrainedModel:
@@ -130,37 +121,23 @@ def test_causes_are_printed_with_both_measures() -> None:
     )
 
 
-def test_rollouts_without_a_row_are_refused() -> None:
-    model = make_tiny_moe()
-    td = rollouts(model)
-    for row in td.unbind(0):
+def test_rollouts_that_say_nothing_are_refused() -> None:
+    model, other = make_tiny_moe(), make_tiny_moe(num_hidden_layers=3)
+    actor, td = TransformersWrapper(model, replay="R3"), rollouts(model)
+    scores, unrouted, short, unsampled = live_scores(actor, td), td.clone(), list(td.clone().unbind(0)), td.clone()
+    for row in unrouted.unbind(0):
         row["routed_experts", "full"].fill_(-1)
     with pytest.raises(ValueError, match="no row of the rollouts has experts"):
-        probe_replay(TransformersWrapper(model, replay="R3"), td, use_tqdm=False, before=model)
-
-
-def test_experts_of_another_shape_are_refused_with_the_sample() -> None:
-    model = make_tiny_moe()
-    actor = TransformersWrapper(model, replay="R3")
-    short = list(rollouts(model).unbind(0))
+        probe_replay(actor, unrouted, use_tqdm=False, before=model)
     short[1]["routed_experts", "full"] = short[1]["routed_experts", "full"][:-1]
     with pytest.raises(ReplayError, match="of sample 1 has 5 rows, its tokens are 6"):
         probe_replay(actor, lazy_stack(short), use_tqdm=False, before=model)
-    other = make_tiny_moe(num_hidden_layers=3)
-    with pytest.raises(
-        ValueError, match=r"of sample 0 has the shape \[6, 4, 4\], and the model of before .*\[6, 3, 4\]"
-    ):
-        probe_replay(actor, rollouts(model), use_tqdm=False, before=other)
-
-
-def test_answers_without_a_log_prob_are_no_answers_that_agree() -> None:
-    model = make_tiny_moe()
-    actor, td = TransformersWrapper(model, replay="R3"), rollouts(model)
-    scores = live_scores(actor, td)
-    for row in td.unbind(0):
+    with pytest.raises(ValueError, match=r"of sample 0 has the shape \[6, 4, 4\], and .* before .*\[6, 3, 4\]"):
+        probe_replay(actor, td, use_tqdm=False, before=other)
+    for row in unsampled.unbind(0):
         row["log_probs", "full"].fill_(float("nan"))
     with pytest.raises(ValueError, match=r"no log-prob of the engine at .* is finite"):
-        causes_of(actor, td, scores, scores)
+        causes_of(actor, unsampled, scores, scores)  # else its answers would agree
 
 
 def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None:
@@ -171,9 +148,8 @@ def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None
         for key in (("tokens", "full"), ("log_probs", "full"), ("routed_experts", "full")):
             row[key] = row[key][: 4 + i % 3]
     rows: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    count = lambda _, __, kwargs: rows.append(len(kwargs["input_ids"]))  # noqa: E731
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
     actor = TransformersWrapper(model, replay="R3", pad_model_input=True)
     found = live_scores(actor, td)
     hook.remove()
@@ -184,11 +160,6 @@ def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None
             logits = model(row["tokens", "full"][None]).logits[0].log_softmax(-1)
         mine = logits[:-1].gather(-1, row["tokens", "full"][1:, None])[:, 0]
         assert torch.allclose(log_probs[1:], mine, atol=1e-5)
-
-
-def test_a_probe_without_the_earlier_model_is_as_it_was() -> None:
-    some = Mismatch(0.01, 0.02, 0.5, 1e-4)
-    assert str(ReplayProbe(some, some, 0.9, 10)).count("\n") == 5
 
 
 def test_the_command_compares_a_later_checkpoint(
@@ -217,34 +188,31 @@ def test_the_command_compares_a_later_checkpoint(
     assert "by mismatch: 0 % of rows" in out and "by updates: 33 %" in out and "Updates dominate" in out
 
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "eight": ("qwen3_moe", {"num_experts": 8}),
+    "three": ("qwen3_moe", {"num_experts_per_tok": 3}),
+}
+"""Models that are not those of the engine: a folder's name, the family, and its config."""
+
+
 @pytest.mark.parametrize(
     ("trainer", "said"),
-    [("tiny", "--trainer tiny: that model is made on the spot"), ("./none", "there is no folder './none'")],
+    [
+        ("tiny", "--trainer tiny: that model is made on the spot"),
+        ("./none", "there is no folder './none'"),
+        ("mixtral", "is of another model: its model_type is mixtral, that of MODEL qwen3_moe"),
+        ("eight", "is of another model: it has 8 experts, MODEL has 16"),
+        ("three", "its num_experts_per_tok is 3, that of MODEL 4"),
+    ],
 )
-def test_a_trainer_that_cannot_be_loaded_starts_no_engine(
-    trainer: str, said: str, shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+def test_a_trainer_that_cannot_be_loaded_or_is_another_model_starts_no_engine(
+    trainer: str, said: str, shelf: EngineShelf, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    if trainer in OTHERS:
+        family, config = OTHERS[trainer]
+        make_tiny_moe(family, **config).save_pretrained(tmp_path / trainer)
+        trainer = str(tmp_path / trainer)
     assert main(["probe", str(shelf.folder("qwen3_moe")), "--trainer", trainer]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_trainer_of_another_model_starts_no_engine(
-    shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
-) -> None:
-    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
-    assert main(["probe", str(shelf.folder("qwen3_moe")), "--trainer", str(shelf.folder("mixtral"))]) == 2
-    assert "is of another model: its model_type is mixtral, that of MODEL qwen3_moe" in capsys.readouterr().err
-
-
-def test_a_trainer_with_another_number_of_experts_starts_no_engine(
-    shelf: EngineShelf, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
-) -> None:
-    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
-    make_tiny_moe("qwen3_moe", num_experts=8).save_pretrained(tmp_path / "eight")
-    make_tiny_moe("qwen3_moe", num_experts_per_tok=3).save_pretrained(tmp_path / "three")
-    served = str(shelf.folder("qwen3_moe"))
-    assert main(["probe", served, "--trainer", str(tmp_path / "eight")]) == 2
-    assert "is of another model: it has 8 experts, MODEL has 16" in capsys.readouterr().err
-    assert main(["probe", served, "--trainer", str(tmp_path / "three")]) == 2
-    assert "its num_experts_per_tok is 3, that of MODEL 4" in capsys.readouterr().err

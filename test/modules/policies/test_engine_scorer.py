@@ -78,33 +78,21 @@ def test_a_batch_of_any_size_and_another_place_to_write(fake: FakeAsyncVLLM) -> 
     torch.testing.assert_close(one["old", "full"][4:], one["log_probs", "full"][4:])
 
 
-def test_what_the_batch_says_reaches_the_engine(fake: FakeAsyncVLLM) -> None:
+@pytest.mark.parametrize("pad", [False, True])
+def test_what_the_batch_says_reaches_the_engine_and_no_pads_do(pad: bool, fake: FakeAsyncVLLM) -> None:
+    """Prompts are padded on the left, answers on the right; routes and kept tokens with them."""
     (replica,) = fake.replicas
-    batch = rollout(fake, 3, 5, temperature=0.5, top_k=2)
-    for row, version in zip(batch.unbind(0), (-1, 0), strict=True):
-        row["min_version"] = torch.tensor(version)
+    batch = rollout(fake, 3, 5, pad=pad, temperature=0.5, top_k=2)
+    batch["min_version"] = torch.tensor([-1, 0])
     replica.submitted.clear()
     scorer(fake)(batch)
     for row, request in zip(batch.unbind(0), replica.submitted, strict=True):
-        assert request.prompt_token_ids.tolist() == row["tokens", "full"].tolist()
+        real, kept = row["masks", "all_attention_mask"], row["sampling", "kept"]
+        assert request.prompt_token_ids.tolist() == row["tokens", "full"][real].tolist()
         assert request.scoring.temperature == 0.5
-        kept = row["sampling", "kept"]
         assert request.scoring.kept.ids.tolist() == kept.ids.tolist()
-        assert request.scoring.kept.sizes.tolist() == kept.sizes.tolist()
-        assert torch.equal(torch.from_numpy(request.routed_experts.copy()), row["routed_experts", "full"])
-
-
-def test_pads_are_no_tokens_of_a_request(fake: FakeAsyncVLLM) -> None:
-    """Prompts are padded on the left, answers on the right; routes and kept tokens with them."""
-    (replica,) = fake.replicas
-    padded = rollout(fake, 3, 5, pad=True, top_k=2)
-    replica.submitted.clear()
-    scorer(fake)(padded)
-    assert [len(request.prompt_token_ids) for request in replica.submitted] == [9, 11]
-    for request in replica.submitted:
-        assert len(request.scoring.kept.sizes) == len(request.prompt_token_ids) == len(request.routed_experts)
-        assert (request.routed_experts[:-1, 1:] >= 0).all()
-        assert abs(request.scoring.kept.sizes).sum() == len(request.scoring.kept.ids) == 12
+        assert request.scoring.kept.sizes.tolist() == kept.sizes[real].tolist()
+        assert torch.equal(torch.from_numpy(request.routed_experts.copy()), row["routed_experts", "full"][real])
 
 
 def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
@@ -118,6 +106,10 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
     (request,) = replica.submitted
     assert request.routed_experts is None
     assert request.scoring.temperature == 2.0
+    unable = FakeAsyncVLLM(forced_routing_unavailable_reason="FancyRouter")
+    with pytest.raises(RequestRefusedError, match="FancyRouter"):
+        scorer(unable)(batch)
+    scorer(unable, replay="none")(batch)
 
 
 def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
@@ -130,14 +122,6 @@ def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
         row["masks", "all_attention_mask"][:] = False
     with pytest.raises(ValueError, match="sample 0 has no tokens but pads"):
         scorer(fake)(batch)
-
-
-def test_an_engine_that_cannot_follow_says_so() -> None:
-    able, unable = FakeAsyncVLLM(), FakeAsyncVLLM(forced_routing_unavailable_reason="FancyRouter")
-    batch = rollout(able, 3)
-    with pytest.raises(RequestRefusedError, match="FancyRouter"):
-        scorer(unable)(batch)
-    scorer(unable, replay="none")(batch)
 
 
 CHATS = History.from_chats(
@@ -191,6 +175,10 @@ def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
         else:
             assert row["masks"].get("all_assistant_mask", None) is None
     assert (type(out["tokens"]), type(out["log_probs"])) == (Tokens, LogProbs)
+    one = words(mode)[0]
+    assert policy(one) is one
+    assert one.batch_size == torch.Size([])
+    assert one["log_probs", "full"].shape == one["tokens", "full"].shape == (len(asked[0]),)
 
 
 PAD, START, END = 256, 257, 258
@@ -208,16 +196,6 @@ TEXTS = {
         for question, answer in (("hi", "ab"), ("hello", "c"))
     ],
 }
-
-
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("mode", ["text", "history"])
-def test_a_single_text_keeps_its_batch_size(mode: str, pad: bool, fake: FakeAsyncVLLM) -> None:
-    one = words(mode)[0]
-    out = scorer(fake, input_mode=mode, pad_output=pad)(one)
-    assert out is one
-    assert out.batch_size == torch.Size([])
-    assert out["old", "full"].shape == out["tokens", "full"].shape == (len(scored_ids(fake, 1)[0]),)
 
 
 def test_what_a_sample_says_of_its_tokens_is_not_used_for_others(fake: FakeAsyncVLLM) -> None:

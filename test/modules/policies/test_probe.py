@@ -115,17 +115,12 @@ def test_the_gain_is_a_ratio_of_means() -> None:
     assert ReplayProbe(none, none, 1.0, 10).gain == 0.0
 
 
-@pytest.mark.parametrize("replay", ["none", "R2"])
-def test_an_actor_without_the_engines_routes_is_refused(
-    actor: TransformersWrapper, engine: RouterReplay, replay: Any
-) -> None:
-    with pytest.raises(ValueError, match=f"needs an actor with replay='R3', got '{replay}'"):
-        probe_replay(actor.get_new_version(replay=replay), rollouts(engine))
-
-
 def test_rollouts_without_log_probs_or_routes_are_refused(actor: TransformersWrapper, engine: RouterReplay) -> None:
     td = rollouts(engine)
     message = r"no log-probs of the engine at \('log_probs', 'full'\).*return_log_probs=True"
+    for replay in ("none", "R2"):
+        with pytest.raises(ValueError, match=f"needs an actor with replay='R3', got '{replay}'"):
+            probe_replay(actor.get_new_version(replay=replay), td)
     with pytest.raises(ValueError, match=message):
         probe_replay(actor, td.exclude("log_probs"))
     with pytest.raises(ReplayError, match="return_routed_experts=True"):
@@ -149,12 +144,8 @@ def test_a_probe_is_printed_and_shown_as_a_table() -> None:
         "the live router agrees with the engine in 90.5% of rows"
     )
     assert header.split()[-3:] == ["live", "router", "replayed"]
-    assert [row.split()[-2:] for row in rows] == [
-        ["0.04", "0.01"],
-        ["0.05", "0.02"],
-        ["0.6", "0.5"],
-        ["0.002", "0.0001"],
-    ]
+    shown = [["0.04", "0.01"], ["0.05", "0.02"], ["0.6", "0.5"], ["0.002", "0.0001"]]
+    assert [row.split()[-2:] for row in rows] == shown
     read = TableReader(probe._repr_html_())
     assert read.rows["tbody"][0] == ["mean", "0.04", "0.01"] and read.other == [title]
 

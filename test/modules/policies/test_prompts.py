@@ -72,33 +72,28 @@ def test_a_template_sees_all_that_a_message_has() -> None:
     assert plain_message({"role": "assistant", "tool_calls": [wrong]})["tool_calls"] == [wrong]
 
 
+NO_MESSAGE = r"a message is {'role': text, 'content': text, or parts of type 'text'}"
+NO_CHAT = r"Expected History object .* list of messages, at \('history', 'prompt'\)"
+
+
 @pytest.mark.parametrize(
-    "message",
+    ("given", "message"),
     [
-        {"content": "a"},
-        {"role": 3, "content": "a"},
-        {"role": "user"},
-        {"role": "user", "content": None},
-        {"role": "user", "content": 3},
-        {"role": "user", "content": [{"type": "image", "url": "a.png"}]},
-        {"role": "user", "content": ["a"]},
-        {"role": "user", "content": [{"type": "text"}]},
+        ([{"content": "a"}], NO_MESSAGE),
+        ([{"role": 3, "content": "a"}], NO_MESSAGE),
+        ([{"role": "user"}], NO_MESSAGE),
+        ([{"role": "user", "content": None}], NO_MESSAGE),
+        ([{"role": "user", "content": 3}], NO_MESSAGE),
+        ([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}], NO_MESSAGE),
+        ([{"role": "user", "content": ["a"]}], NO_MESSAGE),
+        ([{"role": "user", "content": [{"type": "text"}]}], NO_MESSAGE),
+        ([], r"the chat at \('history', 'prompt'\) has no message"),
+        (histories([{"role": "<none>", "content": ""}])[0], "has no message"),
+        *((given, NO_CHAT) for given in (["hi"], "hi", 3, None, [1, 2])),
     ],
 )
-def test_a_message_without_role_or_text_is_refused(message: Any) -> None:
-    with pytest.raises(ValueError, match=r"a message is {'role': text, 'content': text, or parts of type 'text'}"):
-        Chat.of([message])
-
-
-@pytest.mark.parametrize("given", [[], histories([{"role": "<none>", "content": ""}])[0]])
-def test_a_chat_has_a_message(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"the chat at \('history', 'prompt'\) has no message"):
-        Chat.of(given)
-
-
-@pytest.mark.parametrize("given", [["hi"], "hi", 3, None, [1, 2]])
-def test_something_else_than_a_chat_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"Expected History object .* list of messages, at \('history', 'prompt'\)"):
+def test_what_is_no_chat_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(TypeError if message is NO_CHAT else ValueError, match=message):
         Chat.of(given)
 
 
@@ -135,9 +130,7 @@ def test_a_call_of_a_tool_is_not_continued() -> None:
 
 def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
     """Ids and text of a chat that renders to ``rendered``, given what is known of it."""
-    template = "{{ messages[0]['content'] }}"
-    one = Chat.of(chat(rendered))
-    prompts = prompts_from_chats([one], [one.rendered(TOKENIZER, template, {})], TOKENIZER, [leaves])
+    prompts = prompts_from_chats([Chat.of(chat(rendered))], [rendered], TOKENIZER, [leaves])
     return prompts.ids[0], prompts.texts[0]
 
 
@@ -160,12 +153,8 @@ def test_known_ids_are_kept_and_the_rest_is_encoded(rendered: str, leaves: Any, 
 
 
 def test_known_ids_come_without_padding() -> None:
-    tokens = Tokens(
-        prompt=torch.tensor([PAD, 97, PAD, 98]),
-        response=torch.tensor([99, PAD]),
-        full=torch.tensor([PAD, 97, PAD, 98, 99, PAD]),
-    )
-    sample = TensorDict(tokens=tokens)
+    prompt, response = torch.tensor([PAD, 97, PAD, 98]), torch.tensor([99, PAD])
+    sample = TensorDict(tokens=Tokens(prompt=prompt, response=response, full=torch.cat([prompt, response])))
     assert known_ids(sample, "tokens", None, PAD) == {
         "prompt": [97, PAD, 98],
         "response": [99],
@@ -190,8 +179,7 @@ with set_list_to_stack(True):
         ("hi", {}, [[104, 105]]),
         (["hi"], {}, [[104, 105]]),
         (None, {}, [[98], [97, 195, 169]]),
-        (["a", "bcd"], {"padding": True}, [[97], [98, 99, 100]]),  # never padded
-        (["a", "bcd"], {"padding": "max_length", "max_length": 8}, [[97], [98, 99, 100]]),
+        (["a", "bcd"], {"padding": "max_length", "max_length": 8}, [[97], [98, 99, 100]]),  # never padded
         (["a", "bcd"], {"return_tensors": "pt", "padding": True}, [[97], [98, 99, 100]]),
         (["abc"], {"truncation": True, "max_length": 2}, [[97, 98]]),
         (["<|im_end|>"], {"split_special_tokens": True}, [list(b"<|im_end|>")]),
@@ -205,25 +193,14 @@ def test_texts_are_encoded(texts: Any, arguments: dict[str, Any], ids: list[list
 # tokens
 
 
-def batch(rows: list[list[int]], mask: list[list[int]] | None = None) -> TensorDict:
-    td = TensorDict(tokens=Tokens(prompt=torch.tensor(rows), batch_size=[len(rows)]), batch_size=[len(rows)])
-    return td if mask is None else td.set("mask", torch.tensor(mask))
-
-
-def read(td: Any, pad: int | None = PAD, mask: str | None = "mask") -> list[list[int]]:
-    return prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), mask, pad).ids
-
-
-def test_without_a_pad_token_prompts_are_taken_as_they_are() -> None:
-    assert read(batch([[0, PAD, 1]]), pad=None) == [[0, PAD, 1]]
-
-
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
 def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], left: bool) -> None:
     width = max(map(len, rows))
     pads = [[PAD] * (width - len(row)) for row in rows]
     padded = [pad + row if left else row + pad for pad, row in zip(pads, rows, strict=True)]
-    assert read(batch(padded)) == rows
+    td = TensorDict(tokens=Tokens(prompt=torch.tensor(padded), batch_size=[len(rows)]), batch_size=[len(rows)])
+    for pad, wanted in ((PAD, rows), (None, padded)):
+        assert prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), None, pad).ids == wanted
 
 
 # where prompts are read from: by mode, by key, by mask, and by template

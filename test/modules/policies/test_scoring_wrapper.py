@@ -21,12 +21,10 @@ from support.flash import flash_attention
 from support.gradients import gradients
 from support.routes import FAMILIES, experts_seen, random_routes
 from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
-from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.modules.policies.scoring import read_rows
-from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
@@ -55,40 +53,6 @@ def actor() -> TransformersWrapper:
 def twin() -> RouterReplay:
     """Another model of the same weights."""
     return RouterReplay(make_tiny_moe())
-
-
-# -- scores -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True, None])
-@pytest.mark.parametrize(("replay", "temperature"), [("R3", 0.7), ("none", 0.7)])
-def test_scores_are_those_of_each_sequence_alone(
-    actor: TransformersWrapper,
-    twin: RouterReplay,
-    rollouts: TensorDictBase,
-    td: TensorDictBase,
-    layout: str,
-    packed: bool | None,
-    replay: Any,
-    temperature: float,
-) -> None:
-    pad = None if packed is None else not packed
-    scorer = actor.get_new_version(replay=replay, pad_model_input=pad)
-    batch = LAYOUTS[layout](at(temperature, td))
-    log_probs, entropy, router_logits = scorer.score(batch)
-    assert router_logits is None
-    assert log_probs.dtype == entropy.dtype == torch.float32
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    assert log_probs.shape == entropy.shape == mask.shape
-    for i, one in enumerate(rollouts.unbind(0)):
-        wanted = sampled_reference(twin, one if replay == "R3" else one.exclude("routed_experts"), temperature)
-        for got, alone in zip((log_probs[i], entropy[i]), wanted, strict=True):
-            torch.testing.assert_close(got[mask[i]][1:], alone, atol=1e-5, rtol=0)
-            assert not got[~mask[i]].any()  # pads
-            assert got[mask[i]][0] == 0  # the first token
-    if layout == "ragged":
-        assert mask[:, -1].all()  # padded on the left
 
 
 # -- the distributions that were sampled ------------------------------------------------------------------------------
@@ -131,74 +95,51 @@ def sampled_reference(twin: RouterReplay, one: TensorDictBase, temperature: floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("words", [(True, False, True), pytest.param((True, True, True), marks=pytest.mark.parity)])
-def test_scores_are_of_the_distribution_that_each_sample_was_drawn_from(
+@pytest.mark.parametrize("packed", [False, True, None])
+@pytest.mark.parametrize(
+    ("replay", "splits", "sampling"),
+    [("R3", True, "each its own"), ("R3", False, "each its own"), ("R3", True, "one"), ("none", True, "one")],
+)
+def test_scores_are_those_of_each_sequence_alone_in_the_distribution_that_it_was_drawn_from(
     actor: TransformersWrapper,
     twin: RouterReplay,
     td: TensorDictBase,
     layout: str,
-    packed: bool,
+    packed: bool | None,
+    replay: Any,
     splits: bool,
-    words: tuple[bool, ...],
+    sampling: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rollouts = truncated(td, words)
+    rollouts = at(0.7, td) if sampling == "one" else truncated(td, (True, False, True))
     batch = LAYOUTS[layout](rollouts)
-    scorer = actor.get_new_version(pad_model_input=not packed)
+    scorer = actor.get_new_version(replay=replay, pad_model_input=None if packed is None else not packed)
     scorer.scoring_model.check()
     assert scorer.scoring_model.splits
     if not splits:
         monkeypatch.setattr(scorer.scoring_model, "check", lambda: None)
         monkeypatch.setattr(scorer.scoring_model, "splits", False)
-    log_probs, entropy, _ = scorer.score(batch)
+    log_probs, entropy, router_logits = scorer.score(batch)
+    dist, ids = scorer.get_dist(batch), read_rows(batch, FULL, 0)
+    dense_log_probs, dense_entropy = dist.log_prob(ids), dist.entropy()  # of logits [B, T, V]
+    assert router_logits is None
+    assert log_probs.dtype == entropy.dtype == torch.float32
     mask = read_rows(batch, ("masks", "all_attention_mask"), False)
+    assert log_probs.shape == entropy.shape == mask.shape
     for i, one in enumerate(rollouts.unbind(0)):
-        wanted = sampled_reference(twin, one, TEMPERATURES[i])
+        temperature = 0.7 if sampling == "one" else TEMPERATURES[i]
+        wanted = sampled_reference(twin, one if replay == "R3" else one.exclude("routed_experts"), temperature)
         for got, alone in zip((log_probs[i], entropy[i]), wanted, strict=True):
+            torch.testing.assert_close(got[mask[i]][1:], alone, atol=1e-5 if sampling == "one" else 2e-5, rtol=0)
+            assert not got[~mask[i]].any()  # pads
+            assert got[mask[i]][0] == 0  # the first token
+        for got, alone in zip((dense_log_probs[i], dense_entropy[i]), wanted, strict=True):
             torch.testing.assert_close(got[mask[i]][1:], alone, atol=2e-5, rtol=0)
-            assert not got[~mask[i]].any()
+    if layout == "ragged":
+        assert mask[:, -1].all()  # padded on the left
     loss = log_probs.sum() + entropy.sum()
     grads = torch.autograd.grad(loss, [p for p in scorer.model.parameters() if p.requires_grad], allow_unused=True)
     assert all(grad.isfinite().all() for grad in grads if grad is not None)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dense_distributions_are_those_that_were_sampled(
-    actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase, layout: str
-) -> None:
-    rollouts = truncated(td, (True, False, True))
-    batch = LAYOUTS[layout](rollouts)
-    dist = actor.get_dist(batch)
-    ids = read_rows(batch, FULL, 0)
-    log_probs, spread = dist.log_prob(ids), dist.entropy()
-    probabilities = dist.logits.softmax(-1)
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    for i, one in enumerate(rollouts.unbind(0)):
-        wanted, entropy = sampled_reference(twin, one, TEMPERATURES[i])
-        torch.testing.assert_close(log_probs[i][mask[i]][1:], wanted, atol=2e-5, rtol=0)
-        torch.testing.assert_close(spread[i][mask[i]][1:], entropy, atol=2e-5, rtol=0)
-        kept = one.get(KEPT, None)
-        for t, row in enumerate(probabilities[i][mask[i]]):
-            left = VOCABULARY if kept is None else len(kept.ids_of(t, vocabulary=VOCABULARY))
-            assert int((row > 0).sum()) <= left
-    torch.testing.assert_close(
-        actor.score(batch)[0][mask], log_probs[mask] * scored_mask(mask)[mask], atol=2e-5, rtol=0
-    )
-
-
-def scored_mask(mask: Tensor) -> Tensor:
-    """All real tokens but the first ones."""
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    return mask & before
-
-
-def test_a_batch_that_says_nothing_was_sampled_at_1(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    wanted = actor.score(at(1.0, td.clone()))[0]
-    assert torch.equal(actor.score(td.exclude("sampling", "policy_versions"))[0], wanted)
-    hot = actor.get_new_version(temperature=2.0)
-    torch.testing.assert_close(hot.score(td.exclude("sampling"))[0], actor.score(at(2.0, td))[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -223,32 +164,21 @@ def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
     assert re.match(text, str(warning.message))
 
 
-def test_a_number_must_be_what_each_sample_says(actor: TransformersWrapper, td: TensorDictBase) -> None:
+def test_a_number_must_be_what_each_sample_says_and_is_1_where_nothing_does(
+    actor: TransformersWrapper, td: TensorDictBase
+) -> None:
+    wanted = actor.score(at(1.0, td.clone()))[0]
+    assert torch.equal(actor.score(td.exclude("sampling", "policy_versions"))[0], wanted)
+    hot = actor.get_new_version(temperature=2.0)
+    torch.testing.assert_close(hot.score(td.exclude("sampling"))[0], actor.score(at(2.0, td.clone()))[0])
     td = at(0.7, td)
-    wanted = actor.score(td)[0]
-    assert torch.equal(actor.get_new_version(temperature=0.7).score(td)[0], wanted)
-    td[1]["sampling", "temperature"] = torch.tensor(0.9)
     other = actor.get_new_version(temperature=0.7)
+    assert torch.equal(other.score(td)[0], actor.score(td)[0])
+    td[1]["sampling", "temperature"] = torch.tensor(0.9)
     text = r"^sample 1 was sampled at temperature 0\.9, and is to be scored at 0\.7: leave temperature= out"
     for ask in (other.score, other.get_dist, other):
         with pytest.raises(ValueError, match=text):
             ask(td)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_answers_are_refused(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
-    td[2]["sampling", "temperature"] = torch.tensor(0.0)
-    batch = LAYOUTS[layout](td)
-    for ask in (actor.score, actor.get_dist):
-        with pytest.raises(ValueError, match=r"^sample 2 was sampled at temperature 0: it is greedy"):
-            ask(batch)
-
-
-def test_words_cut_apart_from_their_tokens_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    truncated(td)
-    td[0][KEPT] = td[0][KEPT].truncate(3)
-    with pytest.raises(ValueError, match=r"^\('sampling', 'kept'\) of sample 0 is for 3 tokens, and there are \d+"):
-        actor.score(td)
 
 
 def test_words_may_have_become_a_plain_tensordict(actor: TransformersWrapper, td: TensorDictBase) -> None:
@@ -258,12 +188,23 @@ def test_words_may_have_become_a_plain_tensordict(actor: TransformersWrapper, td
     assert torch.equal(actor.score(td)[0], wanted)
 
 
-def test_a_token_outside_its_words_is_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    truncated(td)
-    td[0][FULL][-1] = (td[0][FULL][-1] + 7) % 250
-    td[0][KEPT].sizes[-1] = td[0][KEPT].sizes[-1].abs()  # whichever it was: the words that are named
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sample_that_cannot_have_been_drawn_is_named(
+    actor: TransformersWrapper, td: TensorDictBase, layout: str
+) -> None:
+    greedy, cut, outside = td.clone(), truncated(td.clone()), truncated(td.clone())
+    greedy[2]["sampling", "temperature"] = torch.tensor(0.0)
+    for ask in (actor.score, actor.get_dist):
+        with pytest.raises(ValueError, match=r"^sample 2 was sampled at temperature 0: it is greedy"):
+            ask(LAYOUTS[layout](greedy))
+    outside[0][FULL][-1] = (outside[0][FULL][-1] + 7) % 250
+    outside[0][KEPT].sizes[-1] = outside[0][KEPT].sizes[-1].abs()  # whichever it was: the words that are named
     with pytest.raises(ValueError, match="is not among the ids that kept gives this row"):
-        actor.score(td)
+        actor.score(LAYOUTS[layout](outside))
+    cut[0][KEPT] = cut[0][KEPT].truncate(3)
+    if layout == "ragged":  # others could not be padded
+        with pytest.raises(ValueError, match=r"^\('sampling', 'kept'\) of sample 0 is for 3 tokens, and there are \d+"):
+            actor.score(cut)
 
 
 def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td: TensorDictBase) -> None:
@@ -451,10 +392,14 @@ def test_training_without_the_recorded_experts_is_said_once(td: TensorDictBase) 
         GRPOLoss(TransformersWrapper(make_tiny_moe(), replay="none"))(td)
 
 
-def test_probabilities_are_no_router_logits_and_data_parallel_wrappers_are_refused() -> None:
+def test_what_has_no_router_logits_and_what_hides_its_model_is_refused() -> None:
     td = lazy_stack([TensorDict({"tokens": {"full": torch.tensor([3, 4, 5])}})])
-    with pytest.raises(UnsupportedRouterError, match="probabilities"):
-        TransformersWrapper(build("gemma4"), replay="none").score(td, router_logits=True)
+    for model, message in (
+        (build("gemma4"), "probabilities"),
+        (make_tiny_moe("qwen3"), "Qwen3ForCausalLM returns no router logits"),
+    ):
+        with pytest.raises(UnsupportedRouterError, match=message):
+            TransformersWrapper(model, replay="none").score(td, router_logits=True)
     with pytest.raises(TypeError, match="DataParallel hides its model"):
         TransformersWrapper(torch.nn.DataParallel(make_tiny_moe(num_hidden_layers=2)))
 
@@ -491,75 +436,6 @@ def test_packed_equals_padded_with_gradients(family: str) -> None:
 # -- which experts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_routes_reach_the_experts_as_recorded(
-    actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase, layout: str, packed: bool
-) -> None:
-    """Row by row: known rows as given, the last token's included; unset rows and pads by the live router."""
-    last = td[0][ROUTES]
-    assert last[-1].eq(-1).all()  # as engines leave it
-    last[-1, list(MOE)] = torch.tensor([3, 1, 15, 0], dtype=last.dtype)
-    td[1][ROUTES][4:6] = -1
-    td[1][ROUTES][8, 2] = -1  # in one layer only
-    batch = LAYOUTS[layout](td)
-    scorer = actor.get_new_version(pad_model_input=not packed)
-    routes = read_rows(batch, ROUTES, -1).long()
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    with torch.no_grad(), experts_seen(scorer.model) as seen:
-        scorer.score(batch)
-    laid_out = scorer._layout(scorer._batch(batch))
-    with torch.no_grad(), twin.record() as native:
-        twin.model(**laid_out.inputs, use_cache=False)
-    assert seen.keys() == set(MOE)
-    for layer in MOE:
-        wanted = torch.full((laid_out.shape.numel(), routes.shape[-1]), -1)
-        wanted[laid_out.index[mask]] = routes[mask][:, layer]
-        got, known = seen[layer][0], wanted[:, 0] >= 0
-        assert torch.equal(got[known], wanted[known])
-        assert got.min() >= 0  # live rows are routed too
-        if layer == MOE[0]:  # later ones see other hidden states than without replay
-            live = native.routed_experts.flatten(0, 1)[:, layer].long()
-            assert torch.equal(got[~known], live[~known])
-    assert int(known.sum()) < len(known)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_of_real_rollouts_only_rows_without_a_route_are_ranked(
-    actor: TransformersWrapper, td: TensorDictBase, packed: bool
-) -> None:
-    """No engine knows the experts of a last token. With one such row in each sequence all of them were ranked."""
-    scorer = actor.get_new_version(pad_model_input=not packed)
-    ranked: list[int] = []
-    scorer.score(td)  # the model has been tried
-    with TopKObserver(lambda scores, _: ranked.append(len(scores))):
-        scorer.score(td)
-    rows = scorer._layout(scorer._batch(td)).shape.numel()
-    known = sum(int((one[ROUTES][:, 1, 0] >= 0).sum()) for one in td.unbind(0))
-    assert rows - known == (3 if packed else rows - known)  # packed: the last of each, and no pads
-    assert ranked == [rows - known] * len(MOE)
-
-
-@pytest.mark.parametrize("replay", ["R3", "R2"])
-def test_activation_checkpointing_changes_nothing(td: TensorDictBase, replay: Any) -> None:
-    results = []
-    for checkpointing in (False, True):
-        scorer = TransformersWrapper(make_tiny_moe().train(), replay=replay)
-        if checkpointing:
-            checkpoint_activations(scorer.model)
-        if replay == "R2":
-            with torch.no_grad():
-                scorer.score(td)
-        log_probs, _, _ = scorer.score(td)
-        with torch.no_grad():  # another batch in between
-            scorer.score(td[:1])
-        log_probs.sum().backward()
-        results.append((log_probs.detach(), gradients(scorer.model)))
-    (plain, grads), (again, others) = results
-    assert torch.equal(plain, again)
-    assert all(torch.equal(others[name], grad) for name, grad in grads.items())
-
-
 # -- R2 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -588,20 +464,6 @@ def test_r2_records_without_gradients_and_replays_with_them(
     assert torch.equal(after, before)
 
 
-def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), replay="R2", pad_model_input=True)
-    with torch.no_grad():
-        scorer.score(td)
-        for layer in MOE:
-            scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
-    with experts_seen(scorer.model) as seen:
-        scorer.score(td)
-    laid_out = scorer._layout(scorer._batch(td))
-    for layer in MOE:
-        rows = torch.cat([row[:, layer] for row in td.get(RECORDED, as_list=True)]).long()
-        assert torch.equal(seen[layer][0][laid_out.index[laid_out.mask]], rows)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_r2_records_once_unless_asked_to_do_it_again(td: TensorDictBase, layout: str) -> None:
     """Old log-probs after an update are those of the recorded experts, whose record stays."""
@@ -613,7 +475,12 @@ def test_r2_records_once_unless_asked_to_do_it_again(td: TensorDictBase, layout:
             scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
         again = scorer.score(batch)[0]
         assert all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
-    assert torch.equal(scorer.score(batch)[0], again)
+    laid_out = scorer._layout(scorer._batch(batch))
+    with experts_seen(scorer.model) as seen:
+        assert torch.equal(scorer.score(batch)[0], again)
+    kept = torch.cat(first)[batch["masks", "all_attention_mask"].flatten() if layout == "dense" else slice(None)]
+    for layer in MOE:
+        assert torch.equal(seen[layer][0][laid_out.index[laid_out.mask]], kept[:, layer].long())
     with torch.no_grad():
         scorer.get_new_version(rerecord=True).score(batch)
     assert not all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
@@ -695,10 +562,3 @@ def test_router_logits_stand_at_their_layer_and_token(
             plain(one[FULL][None])
             for layer in MOE if replay != "R3" else MOE[:1]:  # replay changes what later layers see
                 torch.testing.assert_close(logits[i, mask[i], layer], seen[layer], atol=1e-4, rtol=1e-4)
-
-
-def test_a_dense_model_has_no_router_logits(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe("qwen3"), replay="none")
-    assert scorer.score(td)[0].shape == scorer._batch(td).mask.shape
-    with pytest.raises(UnsupportedRouterError, match="Qwen3ForCausalLM returns no router logits"):
-        scorer.score(td, router_logits=True)

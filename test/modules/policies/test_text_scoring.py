@@ -86,22 +86,21 @@ def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("ids", "real"),
+    ("ids", "real", "if_it_ends_turns"),
     [
-        ([PAD, PAD, 1, 2], [0, 0, 1, 1]),
-        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0]),
-        ([1, 2], [1, 1]),
-        ([PAD, PAD], [0, 0]),
+        ([PAD, PAD, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1]),
+        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]),  # the first one behind the tokens is real
+        ([1, 2], [1, 1], [1, 1]),
+        ([PAD, PAD], [0, 0], [0, 0]),
     ],
 )
-def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int]) -> None:
+def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int], if_it_ends_turns: list[int]) -> None:
     assert mask_of(ids, PAD) == real
+    assert mask_of(ids, PAD, end=PAD) == if_it_ends_turns
     assert mask_of(ids, None) == [1] * len(ids)
 
 
-def test_a_pad_that_ends_turns_is_real_once_and_a_mask_of_the_rollout_comes_first() -> None:
-    assert mask_of([PAD, 1, 2, PAD, PAD], PAD, end=PAD) == [0, 1, 1, 1, 0]
-    assert mask_of([PAD, 1, 2], PAD, end=PAD) == [0, 1, 1]
+def test_a_mask_of_the_rollout_comes_first() -> None:
     masks = TensorDict(all_attention_mask=torch.tensor([0, 1, 1]))
     assert mask_of([1, 2, 3], PAD, masks=masks, attention_mask=torch.tensor([1])) == [0, 1, 1]
     assert mask_of([1, 2, 3], PAD, attention_mask=torch.tensor([1, 1, 0])) == [1, 1, 0]

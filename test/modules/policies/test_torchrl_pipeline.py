@@ -178,28 +178,24 @@ def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["history", "text"])
-def test_what_is_collected_is_aligned(fake: FakeAsyncVLLM, mode: str) -> None:
+def test_what_is_collected_and_sampled_is_aligned_has_advantages_and_can_be_read_padded(
+    fake: FakeAsyncVLLM, mode: str
+) -> None:
     batches = collect(make_policy(fake, mode))
     assert [batch.batch_size for batch in batches] == [torch.Size([ENVS, 1])] * 2
-    assert torch.cat(batches)["policy_version"].unique().tolist() == [0]  # the engine's, at the root
-    assert torch.cat(batches)["next", "policy_version"].unique().tolist() == [3]
-    for item in torch.cat(batches).reshape(-1).unbind(0):
-        assert_aligned(item)
-        assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
-        assert item["next", "reward"].item() == pytest.approx(reward_of(item["tokens", "response"]))
-
-
-@pytest.mark.parametrize("mode", ["history", "text"])
-def test_what_is_sampled_is_aligned_has_advantages_and_can_be_read_padded(fake: FakeAsyncVLLM, mode: str) -> None:
+    collected = torch.cat(batches)
+    assert collected["policy_version"].unique().tolist() == [0]  # the engine's, at the root
+    assert collected["next", "policy_version"].unique().tolist() == [3]
     buffer = make_buffer()
     assert collect(make_policy(fake, mode), replay_buffer=buffer) == [None, None]
     assert len(buffer) == 2 * ENVS
     assert_advantages(list(buffer[:].unbind(0)))
     sample = buffer.sample()
     assert isinstance(sample, LazyStackedTensorDict)
-    for item in sample.unbind(0):
+    for item in (*collected.reshape(-1).unbind(0), *sample.unbind(0)):
         assert_aligned(item)
         assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
+        assert item["next", "reward"].item() == pytest.approx(reward_of(item["tokens", "response"]))
     ids = sample.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=256)
     routes = sample["routed_experts"].pad().full
     assert routes.shape == (*ids.shape, 4, 2)

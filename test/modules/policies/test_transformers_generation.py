@@ -128,29 +128,29 @@ def test_greedy_answers_are_those_of_each_prompt_alone(model: nn.Module) -> None
         assert output.policy_versions.tolist() == [-1] * len(output.token_ids)
 
 
-def ending(model: nn.Module) -> list[int]:
+@pytest.fixture
+def said(model: nn.Module, one_thread: None) -> list[int]:
     """Every word that a greedy answer to the first prompt has, in order."""
     (completion,) = generate_answers(model, PROMPTS[:1], config_of(model))
     return list(completion.outputs[0].token_ids.tolist())
 
 
-def test_an_answer_ends_with_its_end_token(model: nn.Module, replay: RouterReplay) -> None:
+def test_an_answer_ends_with_its_end_token(model: nn.Module, replay: RouterReplay, said: list[int]) -> None:
     """Pads stand behind it, in a batch whose other answers continue; they are no part of it."""
-    third = ending(model)[2]
+    third = said[2]
+    up_to_it = said[: said.index(third) + 1]
     config = config_of(model, eos_token_id=[third, 258])
     first, second, _ = generate_answers(model, PROMPTS, config, replay=replay)
     (output,) = first.outputs
-    assert output.token_ids.tolist() == ending(model)[: ending(model).index(third) + 1]
-    assert output.finish_reason == "stop"
+    assert (output.token_ids.tolist(), output.finish_reason) == (up_to_it, "stop")
     assert len(output.logprobs) == len(output.token_ids)
     assert len(output.routed_experts) == 3 + len(output.token_ids) - 1
     lengths = [len(second.outputs[0].token_ids), second.outputs[0].finish_reason]
     assert lengths == [6, "length"] or second.outputs[0].token_ids[-1] in (third, 258)
-    third = ending(model)[2]
     config = config_of(model, eos_token_id=third)
     config.pad_token_id = third
     (output,) = generate_answers(model, PROMPTS, config)[0].outputs
-    assert output.token_ids.tolist() == ending(model)[: ending(model).index(third) + 1]
+    assert output.token_ids.tolist() == up_to_it
 
 
 def test_an_answer_ends_with_a_stop_string() -> None:
@@ -270,21 +270,16 @@ def test_a_failed_generation_leaves_nothing_on_the_model(model: nn.Module, repla
     ("given", "fields", "samples"),
     [
         (None, {}, 1),
-        ({"max_new_tokens": 8}, {"max_new_tokens": 8}, 1),
         ({"max_tokens": 20, "max_new_tokens": 10}, {"max_new_tokens": 20}, 1),  # TorchRL's older name wins
         ({"n": 2, "num_return_sequences": 1, "do_sample": True}, {"do_sample": True}, 2),
         ({"temperature": 0.7}, {"temperature": 0.7, "do_sample": True}, 1),
         ({"top_p": 0.9}, {"top_p": 0.9, "do_sample": True}, 1),
         ({"temperature": 0}, {"do_sample": False}, 1),
         ({"temperature": 1e-6}, {"temperature": 0.01, "do_sample": True}, 1),
-        ({"do_sample": False}, {"do_sample": False}, 1),
         ({"do_sample": False, "top_k": 3}, {"do_sample": False, "top_k": 3}, 1),
         ({"stop_sequences": ["\n"]}, {"stop_strings": ["\n"]}, 1),
-        (
-            {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "logprobs": True, "top_k": None},
-            {"num_beams": 1},
-            1,
-        ),
+        ({"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}, {"num_beams": 1}, 1),
+        ({"logprobs": True, "top_k": None}, {}, 1),
         ({"output_scores": True, "return_dict_in_generate": True, "tokenizer": None}, {}, 1),
     ],
 )
@@ -297,17 +292,11 @@ def test_names(given: Any, fields: dict[str, Any], samples: int) -> None:
     ("given", "message"),
     [
         ({"temperature": -0.1}, "Temperature must be non-negative"),
-        ({"top_p": 1.5}, "top_p must be between 0 and 1"),
-        ({"top_k": 0}, "top_k must be positive"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
         ({"do_sample": False, "temperature": 0.7}, "When do_sample=False.*temperature must be 0"),
         ({"do_sample": True, "temperature": 0}, "do_sample=True samples, and temperature=0 is greedy"),
-        (
-            {"num_beams": 4},
-            r"generate_kwargs\['num_beams'\]=4: beam search .* leave it out, or call model.generate\(\)",
-        ),
+        ({"num_beams": 4}, r"\['num_beams'\]=4: beam search .* leave it out, or call model.generate\(\)"),
         ({"early_stopping": True}, "beam search"),
-        ({"logprobs": 5}, r"generate_kwargs\['logprobs'\]=5: .* pass return_log_probs"),
+        ({"logprobs": 5}, r"\['logprobs'\]=5: .* pass return_log_probs"),
         ({"include_stop_str_in_output": True}, r"\['include_stop_str_in_output'\], which transformers' Generation"),
     ],
 )

@@ -113,10 +113,7 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
     [
         ({"on_bad_routes": "skip"}, r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"),
         ({"input_mode": "chat"}, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
-        (
-            {"input_mode": "text", "generate": False, "replay": "R3"},
-            "'R3' .*may be encoded to other tokens .* Use input_mode='tok",
-        ),
+        ({"input_mode": "text", "generate": False, "replay": "R3"}, "'R3' .* Use input_mode='tokens'"),
         ({"input_mode": "history", "generate": False, "replay": "R2"}, "replay='R2' with input_mode='history'"),
         ({"generate": True, "replay": "R3"}, "replay='R3' is for scoring"),
         ({"generate": True, "temperature": 1.0}, "temperature=1.0 is for scoring.* Sampling is set by generate_kwargs"),
@@ -126,11 +123,10 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
         ({"inplace": "full"}, "inplace must be one of"),
         ({"layout": torch.sparse_coo}, "layout must be one of"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"num_samples": 4}, "num_samples is for generation, and tokens are scored by default"),
+        ({"generate_kwargs": {"max_new_tokens": 3}}, "generate_kwargs is for generation"),
         ({"generate": True, "num_samples": 2, "inplace": True}, "inplace must be False .or None. when generating more"),
-        (
-            {"generate": True, "num_samples": 2, "generate_kwargs": {"n": 3}},
-            r"num_samples=2 differs from .*num_return_sequences'\]=3",
-        ),
+        ({"generate": True, "num_samples": 2, "generate_kwargs": {"n": 3}}, r"num_samples=2 differs from .*=3"),
         ({"generate": True, "generate_kwargs": {"temperature": -1}}, "Temperature must be non-negative"),
         ({"min_batch_size": 2}, "min_batch_size must be None, got 2: .* pass one batch"),
         ({"replay": "r3"}, r"replay must be one of \(None, 'R3', 'R2', 'none'\), got 'r3'"),
@@ -143,13 +139,34 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str,
         TransformersWrapper("no/such/folder", **arguments)
 
 
-def test_a_folder_is_loaded_and_anything_else_refused(tmp_path: Path, td: TensorDictBase) -> None:
+def test_models_and_tokenizers_are_given_or_loaded_and_never_moved(
+    tmp_path: Path, td: TensorDictBase, dense_model: nn.Module
+) -> None:
     make_tiny_moe().save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
     scorer = TransformersWrapper(tmp_path)
     assert scorer.device == torch.device("cpu")
     assert torch.equal(scorer.score(td)[0], TransformersWrapper(make_tiny_moe()).score(td)[0])
+    assert next(model_of(tmp_path, "meta").parameters()).device == torch.device("meta")
+    assert model_of(dense_model, "cpu") is dense_model
+    for device in ("cuda:1", "meta"):
+        with pytest.raises(ValueError, match=f"device='{device}', and the model is on 'cpu'"):
+            TransformersWrapper(dense_model, device=device)
     with pytest.raises(TypeError, match="a folder or a hub name, got int"):
         TransformersWrapper(3)
+    foreign = nn.Linear(1, 1)
+    assert model_of(foreign) is foreign
+    with pytest.raises(TypeError, match=r"Linear has no generate\(\)"):
+        model_of(foreign, generate=True)
+
+    assert TransformersWrapper(str(tmp_path), input_mode="text").tokenizer.encode("hi") == TOKENIZER.encode("hi")
+    assert TransformersWrapper(dense_model, tokenizer=str(tmp_path)).tokenizer.eos_token_id == 258
+    assert tokenizer_of(TOKENIZER, None, None, "text") is TOKENIZER
+    assert tokenizer_of(None, "no/such/folder", None, "tokens") is None
+    assert tokenizer_of(None, object(), SimpleNamespace(get_tokenizer=lambda: "its own"), "text") == "its own"
+    for mode in ("text", "history"):
+        with pytest.raises(ValueError, match=f"input_mode='{mode}' makes tokens of text: pass tokenizer="):
+            TransformersWrapper(dense_model, input_mode=mode)
 
 
 # -- TorchRL's side ---------------------------------------------------------------------------------------------------
@@ -317,7 +334,7 @@ def test_it_can_be_the_reference(actor: TransformersWrapper, td: TensorDictBase)
     ("arguments", "mode", "generates", "reads"),
     [
         ({}, "tokens", False, ("tokens", "full")),
-        ({"generate": False}, "tokens", False, ("tokens", "full")),
+        ({"generate": False, "num_samples": 4, "generate_kwargs": {"n": 4}}, "tokens", False, ("tokens", "full")),
         ({"generate": True}, "history", True, ("history", "prompt")),
         ({"chat_template_name": "qwen"}, "history", True, ("history", "prompt")),
         ({"chat_template_name": "qwen", "generate": False}, "history", False, ("history", "full")),
@@ -356,21 +373,6 @@ def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
     assert policy.get_new_version(generate=False, input_key="all").input_key == "all"
 
 
-def test_a_tokenizer_comes_from_where_the_model_comes_from(tmp_path: Path, dense_model: nn.Module) -> None:
-    dense_model.save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    assert TransformersWrapper(str(tmp_path), input_mode="text").tokenizer.encode("hi") == TOKENIZER.encode("hi")
-    assert TransformersWrapper(dense_model, tokenizer=str(tmp_path)).tokenizer.eos_token_id == 258
-    with pytest.raises(ValueError, match="input_mode='text' makes tokens of text: pass tokenizer="):
-        TransformersWrapper(dense_model, input_mode="text")
-    tokenizer = ByteTokenizer()
-    assert tokenizer_of(tokenizer, None, None, "text") is tokenizer
-    assert tokenizer_of(None, "no/such/folder", None, "tokens") is None
-    assert tokenizer_of(None, object(), SimpleNamespace(get_tokenizer=lambda: "its own"), "text") == "its own"
-    with pytest.raises(ValueError, match="input_mode='history' makes tokens of text"):
-        tokenizer_of(None, object(), object(), "history")
-
-
 # -- chats and text that are scored -----------------------------------------------------------------------------------
 
 CHATS = [
@@ -381,12 +383,9 @@ TEXTS = ["1+1=", "and a longer one?"]
 
 
 def spoken(mode: str) -> TensorDict:
-    history = ChatHistory(full=History.from_chats(CHATS))
-    return (
-        TensorDict(history=history, batch_size=[2])
-        if mode == "history"
-        else TensorDict(text=Text(full=TEXTS), batch_size=[2])
-    )
+    if mode == "history":
+        return TensorDict(history=ChatHistory(full=History.from_chats(CHATS)), batch_size=[2])
+    return TensorDict(text=Text(full=TEXTS), batch_size=[2])
 
 
 @pytest.mark.parametrize("mode", ["history", "text"])
@@ -395,20 +394,15 @@ def spoken(mode: str) -> TensorDict:
 def test_chats_and_text_are_scored_as_torchrl_scores_them(
     dense_model: nn.Module, mode: str, pad_output: bool, packed: bool
 ) -> None:
-    arguments: dict[str, Any] = {
-        "tokenizer": TOKENIZER,
-        "input_mode": mode,
-        "generate": False,
-        "pad_output": pad_output,
-    }
+    arguments: dict[str, Any] = {"tokenizer": TOKENIZER, "input_mode": mode, "generate": False}
+    arguments["pad_output"] = pad_output
     ours = TransformersWrapper(dense_model, pad_model_input=not packed, **arguments)
     theirs = TorchRLWrapper(dense_model, **arguments)
     assert ours.out_keys == theirs.out_keys
     with torch.no_grad():
         got, wanted = ours(spoken(mode)), theirs(spoken(mode))
     assert set(got.keys()) == set(wanted.keys())
-    kinds = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "text": Text}
-    for key, kind in kinds.items():
+    for key, kind in {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "text": Text}.items():
         assert isinstance(got[key], kind)
     for key in (FULL, LOG_PROBS, ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")):
         rows = [one.get(key, as_list=True) for one in (got, wanted)]
@@ -532,13 +526,9 @@ def test_its_answers_are_scored_as_they_were_sampled(
     actor: TransformersWrapper, mode: Any, pad_output: bool, num_samples: int | None, sampling: dict[str, float]
 ) -> None:
     torch.manual_seed(0)
-    policy = actor.get_new_version(
-        generate=True,
-        input_mode=mode,
-        pad_output=pad_output,
-        num_samples=num_samples,
-        generate_kwargs={**SAMPLED, **sampling},
-    )
+    kwargs = {**SAMPLED, **sampling}
+    layout: dict[str, Any] = {"pad_output": pad_output, "num_samples": num_samples}
+    policy = actor.get_new_version(generate=True, input_mode=mode, generate_kwargs=kwargs, **layout)
     extra = ["sampling"] if sampling else []
     text, history = ["text"] * (mode != "tokens"), ["history"] * (mode == "history")
     assert policy.out_keys == [*text, "masks", "tokens", "log_probs", *history, "routed_experts", *extra]
@@ -581,42 +571,34 @@ def test_a_dense_model_writes_what_torchrl_writes(dense_model: nn.Module) -> Non
     silent = policy.get_new_version(return_log_probs=False)
     assert silent.out_keys == ["text", "masks", "tokens", "history"]
     assert "log_probs" not in silent(asked("history"))
-    with pytest.raises(NotImplementedError, match=r"this wrapper generates: get_new_version\(generate=False\)"):
-        policy.get_dist(out)
-    with pytest.raises(NotImplementedError, match="this wrapper generates"):
-        policy.score(out)
+    for ask in (policy.get_dist, policy.score):
+        with pytest.raises(NotImplementedError, match=r"this wrapper generates: get_new_version\(generate=False\)"):
+            ask(out)
+    ended = {**SAMPLED, "forced_eos_token_id": 258, "skip_special_tokens": True}
+    out = policy.get_new_version(generate_kwargs=ended)(asked("history"))[0]
+    assert int(out["tokens", "response"][-1]) == 258
+    assert "<|im_end|>" not in out["text"].response
 
 
-def test_no_batch_size_and_two(actor: TransformersWrapper) -> None:
+def test_no_batch_size_and_two_and_one_call_that_is_sampled_otherwise(actor: TransformersWrapper) -> None:
     policy = actor.get_new_version(generate=True, input_mode="text", generate_kwargs={"max_new_tokens": 3})
     wanted = policy(asked("text"))
     one = policy(asked("text")[0])
     assert one.batch_size == ()
     assert one["text"].response == wanted[0]["text"].response
-    several = asked("text")
-    square = policy(lazy_stack([several, several.clone()]))
+    square = policy(lazy_stack([asked("text"), asked("text")]))
     assert square.batch_size == (2, 2)
     assert square[1][1]["text"].response == wanted[1]["text"].response
     assert float(one["sampling", "temperature"]) == 0  # greedy, unless told to sample
-
-
-def test_one_call_can_be_sampled_otherwise(actor: TransformersWrapper) -> None:
-    policy = actor.get_new_version(generate=True, input_mode="text", generate_kwargs=SAMPLED)
-    short = policy(asked("text"), max_new_tokens=2, temperature=0.5)
-    assert [len(row) for row in short.get(("tokens", "response"), as_list=True)] == [2, 2]
-    assert short["sampling", "temperature"].tolist() == [0.5, 0.5]
-    assert "sampling" not in policy(short.select(("text", "prompt")))
+    out = lazy_stack([TensorDict({"mine": i}) for i in range(2)])
+    assert policy(asked("text"), max_new_tokens=2, temperature=0.5, tensordict_out=out) is out
+    assert [len(row) for row in out.get(("tokens", "response"), as_list=True)] == [2, 2]
+    assert out["sampling", "temperature"].tolist() == [0.5, 0.5]
+    assert "mine" in out
     with pytest.raises(ValueError, match="num_return_sequences=3 differs from num_samples=1"):
         policy(asked("text"), num_return_sequences=3)
-    out = lazy_stack([TensorDict({"mine": i}) for i in range(2)])
-    assert policy(asked("text"), tensordict_out=out) is out
-    assert "mine" in out
-    assert "tokens" in out
-
-
-def test_a_new_answer_leaves_nothing_of_the_old_one(actor: TransformersWrapper) -> None:
-    policy = actor.get_new_version(generate=True, input_mode="text", generate_kwargs={**SAMPLED, "temperature": 0.5})
-    td = policy(asked("text"))
+    # a new answer leaves nothing of the old one
+    td = policy(asked("text"), temperature=0.5)
     with torch.no_grad():
         actor(td)
     plain = policy.get_new_version(generate_kwargs=SAMPLED, return_routed_experts=False)
@@ -630,6 +612,8 @@ def test_a_second_turn_keeps_what_is_known_of_the_first(actor: TransformersWrapp
     second = first.clone()
     for one in second.unbind(0):
         one["tokens", "prompt"] = torch.cat([one[FULL], torch.tensor([5, 6])])
+    with pytest.raises(ValueError, match=r"this turn's temperature is 0.7, that of the turn before 1"):
+        policy(second.clone(), temperature=0.7)
     policy(second)
     for one, later in zip(first.unbind(0), second.unbind(0), strict=True):
         length = len(one[FULL])
@@ -645,74 +629,17 @@ def test_a_second_turn_keeps_what_is_known_of_the_first(actor: TransformersWrapp
         torch.testing.assert_close(got, one[LOG_PROBS][sampled], atol=1e-5, rtol=0)
 
 
-def test_text_comes_without_special_tokens_if_they_are_not_wanted(dense_model: nn.Module) -> None:
-    kwargs = {"max_new_tokens": 3, "forced_eos_token_id": 258, "do_sample": True, "skip_special_tokens": True}
-    policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
-    out = policy(asked("text"))[0]
-    assert int(out["tokens", "response"][-1]) == 258
-    assert "<|im_end|>" not in out["text"].response
-
-
-def generating(model: nn.Module, **generate_kwargs: Any) -> TransformersWrapper:
-    settings = {"max_new_tokens": 4, **generate_kwargs}
-    return TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="text", inplace=False, generate_kwargs=settings)
-
-
-def samples(*texts: str) -> TensorDictBase:
-    return lazy_stack([TensorDict(text=Text(prompt=text)) for text in texts])
-
-
-def test_a_turn_of_another_temperature_is_refused_before_it_is_generated(actor: TransformersWrapper) -> None:
-    model = actor.model
-    first = generating(model, temperature=0.5)(samples("one"))[0]
-    first["text"] = Text(prompt=TOKENIZER.decode(first["tokens", "full"]))
-    first["tokens", "full"] = torch.tensor(TOKENIZER.encode(first["text"].prompt))
-    first["masks", "all_attention_mask"] = torch.ones(len(first["tokens", "full"])).bool()
-    with pytest.raises(ValueError, match=r"this turn's temperature is 0.7, that of the turn before 0.5"):
-        generating(model, temperature=0.7)(first)
-
-
-# -- what is made of arguments
-
-
-def plain(model: nn.Module, **given: Any) -> TransformersWrapper:
-    return TransformersWrapper(model, tokenizer=ByteTokenizer(), **given)
-
-
 def test_what_records_the_experts_of_an_answer(actor: TransformersWrapper, dense_model: nn.Module) -> None:
+    def recorder(model: nn.Module, **given: Any) -> RouterReplay | None:
+        return TransformersWrapper(model, tokenizer=TOKENIZER, generate=True, **given).router_replay
+
     model = actor.model
-    found = plain(model, generate=True).router_replay
+    found = recorder(model)
     assert found is RouterReplay.of(model)
-    assert plain(model, generate=True, router_replay=found).router_replay is found
-    assert plain(model, generate=True, return_routed_experts=False).router_replay is None
-    assert plain(dense_model, generate=True).router_replay is None
+    assert recorder(model, router_replay=found) is found
+    assert recorder(model, return_routed_experts=False) is None
+    assert recorder(dense_model) is None
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
-        plain(dense_model, generate=True, return_routed_experts=True)
+        recorder(dense_model, return_routed_experts=True)
     with pytest.raises(UnsupportedRouterError, match=r"sparsemixer.* return_routed_experts=False"):
-        TransformersWrapper(build("phimoe"), input_mode="tokens", generate=True)
-
-
-def test_a_model_is_loaded_where_it_is_wanted_and_not_moved(tmp_path: Path, dense_model: nn.Module) -> None:
-    make_tiny_moe(num_hidden_layers=2).save_pretrained(tmp_path)
-    assert next(model_of(tmp_path, "meta").parameters()).device == torch.device("meta")
-    model = model_of(tmp_path)
-    assert model_of(model, "cpu") is model
-    with pytest.raises(ValueError, match="device='cuda:1', and the model is on 'cpu'"):
-        model_of(model, "cuda:1")
-    assert TransformersWrapper(dense_model, device="cpu").device == torch.device("cpu")
-    with pytest.raises(ValueError, match="device='meta', and the model is on 'cpu'"):
-        TransformersWrapper(dense_model, device="meta")
-    model = nn.Linear(1, 1)
-    assert model_of(model) is model
-    with pytest.raises(TypeError, match=r"Linear has no generate\(\)"):
-        model_of(model, generate=True)
-
-
-@pytest.mark.parametrize("given", [{"num_samples": 4}, {"generate_kwargs": {"max_new_tokens": 3}}])
-def test_arguments_of_generating_are_not_lost_on_a_wrapper_that_would_score(
-    dense_model: nn.Module, given: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match="is for generation, and tokens are scored by default"):
-        plain(dense_model, **given)
-    assert plain(dense_model, **given, generate=True).generate
-    assert not plain(dense_model, **given, generate=False).generate
+        recorder(build("phimoe"), input_mode="tokens")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
@@ -25,6 +26,16 @@ def assert_same(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, saved[name]), name
 
 
+def copied(tensors: Any, by: float = 1) -> dict[str, Tensor]:
+    return {name: by * tensor.detach().clone() for name, tensor in dict(tensors).items()}
+
+
+def scale(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.mul_(by)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_values_are_those_of_save_pretrained(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -34,19 +45,17 @@ def test_names_and_values_are_those_of_save_pretrained(family: str, dtype: torch
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_of_now_and_router_replay_changes_nothing(family: str) -> None:
+def test_they_are_of_now_and_neither_they_nor_router_replay_change_the_model(family: str) -> None:
     model = make_tiny_moe(family)
-    before = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.mul_(2)
-    after = checkpoint_tensors(model)
-    assert all(torch.equal(after[name], 2 * before[name]) for name in before)
-    model = make_tiny_moe(family)
-    plain = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    before, state = copied(checkpoint_tensors(model)), copied(model.state_dict())
+    assert_same(dict(model.state_dict()), state)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert_same(checkpoint_tensors(torch.compile(model)), before)
     replay = RouterReplay(model)
-    assert_same(checkpoint_tensors(model), plain)
+    assert_same(checkpoint_tensors(model), before)
     replay.remove()
+    scale(model, 2)
+    assert_same(checkpoint_tensors(model), copied(before, 2))
 
 
 def test_tied_embeddings_come_once_and_buffers_count(tmp_path: Path) -> None:
@@ -55,27 +64,14 @@ def test_tied_embeddings_come_once_and_buffers_count(tmp_path: Path) -> None:
     tensors = checkpoint_tensors(model)
     assert "lm_head.weight" not in tensors
     assert_same(tensors, load_file(tmp_path / "model.safetensors"))
-    model = make_tiny_moe("deepseek_v3")
-    biases = {name: tensor for name, tensor in checkpoint_tensors(model).items() if "correction_bias" in name}
-    assert len(biases) == 3
-    assert all(tensor.any() for tensor in biases.values())
-
-
-def test_the_model_stays_as_it_was() -> None:
-    model = make_tiny_moe("mixtral")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    checkpoint_tensors(model)
-    assert_same(dict(model.state_dict()), before)
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    model = make_tiny_moe("qwen3_moe")
-    assert_same(checkpoint_tensors(torch.compile(model)), checkpoint_tensors(model))
-
-
-def test_metadata_is_of_the_same_tensors() -> None:
     model = make_tiny_moe("deepseek_v3", dtype=torch.bfloat16)
-    expected = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
-    assert model_metadata(model) == expected
-    assert {dtype for dtype, _ in expected.values()} == {torch.bfloat16, torch.float32}
+    tensors = checkpoint_tensors(model)
+    biases = [tensor for name, tensor in tensors.items() if "correction_bias" in name]
+    assert len(biases) == 3
+    assert all(tensor.any() for tensor in biases)
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    assert model_metadata(model) == kinds
+    assert {dtype for dtype, _ in kinds.values()} == {torch.bfloat16, torch.float32}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,10 +86,10 @@ def test_experts_are_views_of_the_stacked_tensors_and_made_once(family: str) -> 
 def test_a_parameter_that_was_replaced_is_found_again() -> None:
     model = make_tiny_moe("mixtral")
     weights = ModelWeights(model)
-    before = {name: tensor.clone() for name, tensor in weights.tensors()}
+    before = copied(weights.tensors())
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
-    assert all(torch.equal(tensor, 2 * before[name]) for name, tensor in weights.tensors() if "weight" in name)
+    assert_same(dict(weights.tensors()), copied(before, 2))
 
 
 @pytest.mark.parametrize("move", ["another place", "another device", "another layout"])
@@ -144,7 +140,7 @@ def test_a_state_dict_with_the_models_own_names_is_cut_alike() -> None:
 
 def test_what_is_not_contiguous_is_cut_right() -> None:
     model = make_tiny_moe("qwen3_moe")
-    wanted = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    wanted = copied(checkpoint_tensors(model))
     experts = model.model.layers[1].mlp.experts
     experts.gate_up_proj.data = experts.gate_up_proj.data.mT.contiguous().mT
     assert not experts.gate_up_proj.is_contiguous()
@@ -156,7 +152,7 @@ def test_layers_that_are_no_slices_are_converted_each_time(monkeypatch: pytest.M
     from torchrl_moe.modules.policies import unstack
 
     model = make_tiny_moe("qwen3_moe")
-    wanted = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    wanted = copied(checkpoint_tensors(model))
     place = unstack._place
     monkeypatch.setattr(unstack, "_place", lambda name, *rest: None if "experts.1" in name else place(name, *rest))
     weights = ModelWeights(model)
@@ -164,10 +160,5 @@ def test_layers_that_are_no_slices_are_converted_each_time(monkeypatch: pytest.M
     assert_same(dict(weights.tensors()), wanted)
     assert weights.kinds == model_metadata(model)
     assert weights.keys == set(model.state_dict())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    assert torch.equal(
-        dict(weights.tensors())["model.layers.2.mlp.experts.3.up_proj.weight"],
-        2 * wanted["model.layers.2.mlp.experts.3.up_proj.weight"],
-    )
+    scale(model, 2)
+    assert_same(dict(weights.tensors()), copied(wanted, 2))

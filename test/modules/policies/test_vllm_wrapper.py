@@ -1,6 +1,6 @@
 """vLLMWrapper over a fake engine: every key in every mode, whatever goes in; and what it refuses.
 
-The values of single answers are checked by hand in ``test_rollout.py``, real ones in ``test_parity.py``.
+The values of single answers are checked by hand in ``test_rollout.py``, real ones in ``test_policy_parity.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from support.strategies import Says
 from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.errors import EngineError, GenerationTimeout
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 MODES: tuple[Any, ...] = ("history", "text", "tokens")
@@ -92,9 +92,11 @@ def dense(mode: str, *prompts: str) -> TensorDict:
     return TensorDict(tokens=Tokens(prompt=ids, batch_size=batch), batch_size=batch)
 
 
-def direct(engine: FakeAsyncVLLM, rows: Sequence[list[int]], n: int = 1) -> list[tuple[list[int], CompletionOutput]]:
+def direct(
+    engine: FakeAsyncVLLM, rows: Sequence[list[int]], n: int = 1, **sampling: Any
+) -> list[tuple[list[int], CompletionOutput]]:
     """Prompt ids and outputs as the engine itself gives them, flat."""
-    params = {"max_tokens": NEW, "logprobs": 0, "n": n}
+    params = {"max_tokens": NEW, "logprobs": 0, "n": n, **sampling}
     completions = engine.generate(prompt_token_ids=[list(row) for row in rows], sampling_params=params, use_tqdm=False)
     return [(list(row), out) for row, done in zip(rows, completions, strict=True) for out in done.outputs]
 
@@ -105,42 +107,35 @@ def leaf(td: TensorDictBase, *key: str) -> torch.Tensor:
     return value
 
 
-def assert_answer(td: TensorDictBase, prompt: list[int], output: CompletionOutput) -> None:
-    """``td`` is the answer, unpadded, of a model of four layers, the first of them dense, with 2 of 8 experts."""
-    p, total = len(prompt), len(prompt) + NEW
-    response = output.token_ids.tolist()
-    for key, shape, dtype in [
-        (("tokens", "prompt"), [p], torch.int64),
-        (("tokens", "response"), [NEW], torch.int64),
-        (("tokens", "full"), [total], torch.int64),
-        (("masks", "all_attention_mask"), [total], torch.bool),
-        (("masks", "all_assistant_mask"), [total], torch.bool),
-        (("log_probs", "response"), [NEW], torch.float32),
-        (("log_probs", "full"), [total], torch.float32),
-        (("routed_experts", "full"), [total, 4, 2], torch.int8),
-        (("policy_versions", "full"), [total], torch.int32),
-        (("policy_version",), [], torch.int64),
-        (("num_cached_tokens",), [], torch.int64),
-    ]:
-        value = leaf(td, *key)
-        assert (list(value.shape), value.dtype) == (shape, dtype), key
-    assert leaf(td, "tokens", "prompt").tolist() == prompt
+def assert_answer(td: TensorDictBase, prompt: list[int], output: CompletionOutput, pads: int = 0) -> None:
+    """``td`` is the answer, behind so many pads, of a model of four layers, the first of them dense."""
+    p, response = pads + len(prompt), output.token_ids.tolist()
+    assert leaf(td, "tokens", "prompt").tolist() == [PAD] * pads + prompt
     assert leaf(td, "tokens", "response").tolist() == response
-    assert leaf(td, "tokens", "full").tolist() == prompt + response
-    assert leaf(td, "masks", "all_attention_mask").all()
+    assert leaf(td, "tokens", "full").tolist() == [PAD] * pads + prompt + response
+    assert leaf(td, "masks", "all_attention_mask").tolist() == [False] * pads + [True] * (len(prompt) + NEW)
     assert leaf(td, "masks", "all_assistant_mask").tolist() == [False] * p + [True] * NEW
     assert leaf(td, "log_probs", "response").tolist() == output.logprobs.tolist()
-    assert leaf(td, "log_probs", "full")[:p].isnan().all()
-    assert leaf(td, "log_probs", "full")[p:].tolist() == output.logprobs.tolist()
-    routes = leaf(td, "routed_experts", "full")
-    assert routes[:-1, 1:].tolist() == output.routed_experts[:, 1:].tolist()
+    log_probs, routes = leaf(td, "log_probs", "full"), leaf(td, "routed_experts", "full")
+    assert log_probs[:pads].eq(0).all()
+    assert log_probs[pads:p].isnan().all()
+    assert log_probs[p:].tolist() == output.logprobs.tolist()
+    assert routes[:pads].eq(-1).all()
+    assert routes[pads:-1, 1:].tolist() == output.routed_experts[:, 1:].tolist()
     assert routes[-1].eq(-1).all()
     assert routes[:, 0].eq(-1).all()
     assert leaf(td, "policy_versions", "full").tolist() == [-1] * p + [0] * NEW
-    assert leaf(td, "policy_version") == 0
-    assert leaf(td, "num_segments") == 1
+    assert leaf(td, "policy_version").tolist() == 0
+    assert leaf(td, "num_segments").tolist() == 1
     assert (td["resume"], td["finish_reason"]) == ("none", "length")
-    assert leaf(td, "num_cached_tokens") == 0
+    assert leaf(td, "num_cached_tokens").tolist() == 0
+    if output.kept is None:
+        assert set(td["sampling"].keys()) == {"temperature"}
+        return
+    kept = td["sampling", "kept"]
+    assert type(kept) is KeptTokens
+    assert kept.ids.tolist() == output.kept.ids.tolist()
+    assert kept.sizes.tolist() == [0] * p + output.kept.sizes.tolist()
 
 
 def assert_text(td: TensorDictBase, mode: str, prompt: str, output: CompletionOutput) -> None:
@@ -166,52 +161,29 @@ def assert_text(td: TensorDictBase, mode: str, prompt: str, output: CompletionOu
 # every key, in every mode
 
 
-@pytest.mark.parametrize("num_samples", [None, 1, 2])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5, "top_k": 2}])
+@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("build", [stacked, dense])
 @pytest.mark.parametrize("mode", MODES)
-def test_answers_to_each_prompt(fake: FakeAsyncVLLM, mode: str, build: Any, num_samples: int | None) -> None:
-    n = num_samples or 1
-    out = wrapper(fake, mode, inplace=False, num_samples=num_samples)(build(mode, *PROMPTS))
-    assert isinstance(out, LazyStackedTensorDict)
+def test_answers_to_each_prompt(
+    fake: FakeAsyncVLLM, mode: str, build: Any, pad_output: bool, num_samples: int | None, sampling: dict[str, Any]
+) -> None:
+    n, rows = num_samples or 1, [ids_of(mode, prompt) for prompt in PROMPTS]
+    policy = wrapper(fake, mode, inplace=False, pad_output=pad_output, num_samples=num_samples)
+    out = policy(build(mode, *PROMPTS), **sampling)
     assert out.batch_size == torch.Size([3] if num_samples is None else [3, n])
-    answers = direct(fake, [ids_of(mode, prompt) for prompt in PROMPTS], n)
+    assert type(out) is (TensorDict if pad_output else LazyStackedTensorDict)
+    if pad_output:
+        types = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "routed_experts": RoutedExperts}
+        assert {name: type(out[name]) for name in types} == types
+        assert all(out[name].padded is True for name in ("tokens", "masks", "log_probs"))
+    answers = direct(fake, rows, n, **sampling)
     assert len({tuple(output.token_ids) for _, output in answers}) == 3 * n
     for i, (td, (prompt, output)) in enumerate(zip(out.reshape(-1).unbind(0), answers, strict=True)):
-        assert_answer(td, prompt, output)
+        assert_answer(td, prompt, output, (max(map(len, rows)) - len(prompt)) * pad_output)
         assert_text(td, mode, PROMPTS[i // n], output)
-
-
-@pytest.mark.parametrize("num_samples", [None, 2])
-@pytest.mark.parametrize("build", [stacked, dense])
-@pytest.mark.parametrize("mode", MODES)
-def test_padded_answers_are_the_unpadded_ones_with_pads(
-    fake: FakeAsyncVLLM, mode: str, build: Any, num_samples: int | None
-) -> None:
-    out = wrapper(fake, mode, pad_output=True, inplace=False, num_samples=num_samples)(build(mode, *PROMPTS))
-    n = num_samples or 1
-    shape = [3] if num_samples is None else [3, 2]
-    p = max(len(ids_of(mode, prompt)) for prompt in PROMPTS)
-    assert type(out) is TensorDict
-    assert out.batch_size == torch.Size(shape)
-    types = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "routed_experts": RoutedExperts}
-    assert {name: type(out[name]) for name in types} == types
-    assert all(out[name].padded is True for name in ("tokens", "masks", "log_probs"))
-    assert all(type(leaf(out, *key)) is torch.Tensor for key in FULL)
-    answers = direct(fake, [ids_of(mode, prompt) for prompt in PROMPTS], n)
-    for i, (td, (prompt, output)) in enumerate(zip(out.reshape(-1).unbind(0), answers, strict=True)):
-        pads = p - len(prompt)
-        assert leaf(td, "tokens", "prompt").tolist() == [PAD] * pads + prompt
-        assert leaf(td, "masks", "all_attention_mask").tolist() == [False] * pads + [True] * (len(prompt) + NEW)
-        assert leaf(td, "log_probs", "full")[:pads].eq(0).all()
-        assert leaf(td, "routed_experts", "full")[:pads].eq(-1).all()
-        assert leaf(td, "policy_versions", "full")[:pads].eq(-1).all()
-        real = TensorDict({key: td[key][pads:] for key in FULL})
-        real["tokens", "prompt"] = leaf(td, "tokens", "prompt")[pads:]
-        numbers = ("policy_version", "num_segments", "num_cached_tokens")
-        for key in (("tokens", "response"), ("log_probs", "response"), *numbers, "resume", "finish_reason"):
-            real[key] = td[key]
-        assert_answer(real, prompt, output)
-        assert_text(td, mode, PROMPTS[i // n], output)
+        assert td["sampling", "temperature"] == sampling.get("temperature", 1.0)
 
 
 FULL = [
@@ -226,14 +198,16 @@ FULL = [
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_keys_are_announced(fake: FakeAsyncVLLM, mode: str) -> None:
-    policy = wrapper(fake, mode)
+    policy = wrapper(fake, mode, batching=False, batching_timeout=3.0)
     assert policy.in_keys == [(mode, "prompt")]
     assert policy.out_keys == OUT_KEYS[mode]
     assert set(policy.out_keys + policy.extra_keys) == KEYS | OWN[mode]
     assert isinstance(policy, LLMWrapperBase)
-    assert policy.generate is True
-    assert policy.batching is False
-    assert policy.collector is None
+    assert (policy.generate, policy.batching, policy.collector) == (True, False, None)
+    returned = {name for name in ("history", "text", "tokens", "masks", "log_probs") if vars(policy)[f"return_{name}"]}
+    assert returned == set(OUT_KEYS[mode])
+    assert policy.get_batching_state()["batching_enabled"] is False
+    policy.cleanup_batching(flush=True)
 
 
 # batch sizes
@@ -259,14 +233,14 @@ def two_dims(build: str) -> TensorDictBase:
     return lazy_stack([stacked("text", "ab", "h"), stacked("text", "cdefg", "ij")], 1)
 
 
-@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("num_samples", [None, 1, 2])
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("build", ["dense", "lazy", "stacked along the last dimension"])
 def test_two_batch_dimensions(fake: FakeAsyncVLLM, build: str, pad_output: bool, num_samples: int | None) -> None:
     td = two_dims(build)
     out = wrapper(fake, pad_output=pad_output, num_samples=num_samples)(td)
     assert (out is td) == ("tokens" in td.keys()) == (num_samples is None)  # noqa: SIM118  it iterates over its batch
-    assert out.batch_size == torch.Size([2, 2] if num_samples is None else [2, 2, 2])
+    assert out.batch_size == torch.Size([2, 2] if num_samples is None else [2, 2, num_samples])
     answers = direct(fake, [ids_of("text", prompt) for prompt in ("ab", "cdefg", "h", "ij")], num_samples or 1)
     for place, (prompt, output) in zip(itertools.product(*map(range, out.batch_size)), answers, strict=True):
         assert leaf(out[place], "tokens", "response").tolist() == output.token_ids.tolist()
@@ -280,13 +254,16 @@ def test_the_number_of_samples_may_come_with_the_generate_kwargs_and_is_not_chan
         policy = vLLMWrapper(fake, input_mode="text", generate_kwargs={name: 2, "max_tokens": 2})
         assert (policy.num_samples, policy.inplace) == (2, False)
         assert policy(stacked("text", "ab")).batch_size == torch.Size([1, 2])
+        with pytest.raises(ValueError, match=r"num_samples=3 differs from generate_kwargs\['n'\]=2"):
+            vLLMWrapper(fake, generate_kwargs={name: 2}, num_samples=3)
     assert vLLMWrapper(fake, generate_kwargs={"n": 1}).num_samples is None
-    with pytest.raises(ValueError, match="logprobs is off, but return_log_probs=True"):
-        wrapper(fake)(stacked("text", "ab"), logprobs=False)
     with pytest.raises(ValueError, match=r"n=2 differs from the wrapper's num_samples=None"):
         wrapper(fake)(stacked("text", "ab"), num_return_sequences=2)
     with pytest.raises(ValueError, match=r"n=3 differs from the wrapper's num_samples=2"):
         wrapper(fake, num_samples=2)(stacked("text", "ab"), n=3)
+    for inplace in (True, "empty"):
+        with pytest.raises(ValueError, match=f"inplace must be False .*, got inplace={inplace!r}"):
+            wrapper(fake, num_samples=2, inplace=inplace)
 
 
 # where the output goes
@@ -324,12 +301,6 @@ def test_an_output_of_the_callers_own_is_written(fake: FakeAsyncVLLM, target: Te
     assert many["tokens", "response"].shape == (3, 2, NEW)
 
 
-@pytest.mark.parametrize("inplace", [True, "empty"])
-def test_many_samples_cannot_be_written_in_place(fake: FakeAsyncVLLM, inplace: Any) -> None:
-    with pytest.raises(ValueError, match=f"inplace must be False .* more than one sample, got inplace={inplace!r}"):
-        wrapper(fake, num_samples=2, inplace=inplace)
-
-
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_keys_may_be_renamed(fake: FakeAsyncVLLM, pad_output: bool) -> None:
     names = {"history": "h", "text": "x", "tokens": "t", "masks": "m", "log_probs": "l", "routed_experts": "r"}
@@ -365,27 +336,23 @@ def test_log_probs_and_routes_can_be_left_out(fake: FakeAsyncVLLM, name: str, pa
     request = fake.replicas[0].submitted[-1]
     assert ("logprobs" in request.sampling_params) == (name != "log_probs")
     assert request.return_routed_experts == (name != "routed_experts")
-
-
-def test_routes_can_be_left_out_of_one_call_and_stale_ones_do_not_survive(fake: FakeAsyncVLLM) -> None:
-    policy = wrapper(fake)
-    td = policy(stacked("text", *PROMPTS))
+    # of one call, where those of an earlier one do not stay
+    policy = wrapper(fake, pad_output=pad_output)
+    td = policy(stacked("text", *PROMPTS)) if not pad_output else policy(dense("text", *PROMPTS))
     assert policy(td, return_routed_experts=False) is td
     assert set(td.keys()) == (KEYS | {"text"}) - {"routed_experts"}
     assert fake.replicas[0].submitted[-1].return_routed_experts is False
     assert "routed_experts" in policy(stacked("text", *PROMPTS)).keys()  # noqa: SIM118
 
 
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM, pad_output: bool) -> None:
+def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM) -> None:
     with FakeAsyncVLLM(seed=3, layout=None) as engine:
-        policy = wrapper(engine, pad_output=pad_output, inplace=False)
+        policy = wrapper(engine, pad_output=True, inplace=False)
         out = policy(stacked("text", *PROMPTS))
-    moe = wrapper(fake, pad_output=pad_output, inplace=False)(stacked("text", *PROMPTS))
+    moe = wrapper(fake, pad_output=True, inplace=False)(stacked("text", *PROMPTS))
     assert set(out.keys()) == {*policy.out_keys, *policy.extra_keys} == set(moe.keys()) - {"routed_experts"}
-    for td, other in zip(out.unbind(0), moe.unbind(0), strict=True):
-        for key in (*FULL[:4], ("log_probs", "response"), ("policy_versions", "full"), "policy_version"):
-            torch.testing.assert_close(td[key], other[key], rtol=0, atol=0, equal_nan=True)
+    for key in (*FULL[:4], ("log_probs", "response"), ("policy_versions", "full"), "policy_version"):
+        torch.testing.assert_close(out[key], moe[key], rtol=0, atol=0, equal_nan=True)
 
 
 # prompts
@@ -405,10 +372,13 @@ def test_pads_of_a_batch_never_reach_the_engine(fake: FakeAsyncVLLM) -> None:
 @pytest.mark.parametrize("key", ["attention_mask", ("my", "mask")])
 def test_a_mask_decides_what_is_padding(fake: FakeAsyncVLLM, key: Any) -> None:
     td = dense("tokens", "ab", "cd").set(key, torch.tensor([[0, 1], [1, 1]]))
-    wrapper(fake, "tokens", inplace=False, attention_mask_key=key)(td)
-    assert asked(fake, 2) == [[98], [99, 100]]
-    with pytest.raises(ValueError, match=r"sample 0: .* has shape \[3\] and the prompt \[2\]"):
-        wrapper(fake, "tokens", attention_mask_key=key)(td.set(key, torch.ones(2, 3)))
+    policy = wrapper(fake, "tokens", inplace=False)
+    policy.attention_mask_key = key  # it may be set later
+    for one in (policy, wrapper(fake, "tokens", inplace=False, attention_mask_key=key)):
+        one(td)
+        assert asked(fake, 2) == [[98], [99, 100]]
+        with pytest.raises(ValueError, match=r"sample 0: .* has shape \[3\] and the prompt \[2\]"):
+            one(td.clone().set(key, torch.ones(2, 3)))
 
 
 def test_a_tokenizer_of_another_model_is_refused(fake: FakeAsyncVLLM) -> None:
@@ -444,23 +414,18 @@ def test_chats_of_different_length_and_a_template_that_is_given(fake: FakeAsyncV
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_missing_prompt_is_named(fake: FakeAsyncVLLM, mode: str) -> None:
+def test_a_missing_prompt_and_an_empty_one_are_refused_and_the_input_left_alone(fake: FakeAsyncVLLM, mode: str) -> None:
     told = rf"Expected \('{mode}', 'prompt'\) key in sample 1, .*input_mode='{mode}' .*\['other'\]"
     with pytest.raises(ValueError, match=told):
         wrapper(fake, mode)(lazy_stack([one(mode, "ab"), TensorDict(other=torch.zeros(1))]))
-    with pytest.raises(ValueError, match=rf"Expected \('{mode}', 'prompt'\) key in sample 0"):
-        wrapper(fake, mode)(TensorDict(batch_size=[2]))
-
-
-@pytest.mark.parametrize("mode", ["text", "tokens"])
-def test_an_empty_prompt_or_batch_is_refused_and_the_input_left_alone(fake: FakeAsyncVLLM, mode: str) -> None:
-    td = dense(mode, "ab", "")
-    with pytest.raises(ValueError, match=r"prompt_token_ids\[1\] is an empty prompt"):
-        wrapper(fake, mode)(td)
-    assert set(td.keys()) == {mode}
     for empty in (TensorDict(batch_size=[0]), TensorDict(batch_size=[2, 0])):
         with pytest.raises(ValueError, match=r"the input has no samples: its batch size is \[.*0\]"):
             wrapper(fake, mode)(empty)
+    if mode != "history":  # whose template writes tokens around nothing
+        td = dense(mode, "ab", "")
+        with pytest.raises(ValueError, match=r"prompt_token_ids\[1\] is an empty prompt"):
+            wrapper(fake, mode)(td)
+        assert set(td.keys()) == {mode}
 
 
 def asked(engine: FakeAsyncVLLM, count: int) -> list[list[int]]:
@@ -545,21 +510,20 @@ def params_of(engine: FakeAsyncVLLM) -> dict[str, Any]:
 
 
 def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
-    policy = vLLMWrapper(fake, input_mode="text", generate_kwargs={"max_new_tokens": 6, "temperature": 0.7})
+    kwargs, tokenizer_kwargs = {"max_new_tokens": 6, "temperature": 0.7}, {"padding": True}
+    policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)
     out = policy(stacked("text", "ab"), max_new_tokens=2, do_sample=False, stop_sequences=["x"])
     assert len(out[0]["tokens", "response"]) == 2
     assert [params_of(fake)[name] for name in ("temperature", "stop", "detokenize")] == [0.0, ["x"], True]
     out = policy(stacked("text", "ab"))
     assert len(out[0]["tokens", "response"]) == 6
-    assert params_of(fake)["temperature"] == 0.7
-    assert not {"stop"} & set(params_of(fake))
-    assert params_of(fake)["detokenize"] is False
-    vLLMWrapper(fake, input_mode="text")(stacked("text", "ab"))
-    more = {"detokenize": False, "include_stop_str_in_output": True, "skip_special_tokens": False}
-    assert params_of(fake) == {"logprobs": 0, **more}
-    kwargs, tokenizer_kwargs = {"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True}
-    vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)(one("text", "ab"))
-    assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True})
+    always = {"detokenize": False, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 0}
+    assert params_of(fake) == {"max_tokens": 6, "temperature": 0.7, **always}
+    assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 6, "temperature": 0.7}, {"padding": True})
+    vLLMWrapper(fake, input_mode="text", generate_kwargs={"logprobs": 2})(stacked("text", "ab"))
+    assert params_of(fake) == {**always, "logprobs": 2}
+    with pytest.raises(ValueError, match="logprobs is off, but return_log_probs=True"):
+        policy(stacked("text", "ab"), logprobs=False)
 
 
 CHANGES_VALUES: dict[str, Any] = {
@@ -571,94 +535,27 @@ CHANGES_VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES_VALUES)
-@pytest.mark.parametrize("how", ["always", "for a call", "for requests"])
-def test_what_changes_values_is_refused_with_log_probs(fake: FakeAsyncVLLM, name: str, how: str) -> None:
-    given = {name: CHANGES_VALUES[name]}
-    before = len(fake.replicas[0].submitted)
-    with pytest.raises(ValueError, match=rf"^{name}=.* changes logits, .* or pass return_log_probs=False"):
-        if how == "always":
-            vLLMWrapper(fake, input_mode="text", generate_kwargs=given)(stacked("text", "ab"))
-        elif how == "for a call":
-            wrapper(fake)(stacked("text", "ab"), **given)
-        else:
-            wrapper(fake).requests(stacked("text", "ab"), **given)
-    assert len(fake.replicas[0].submitted) == before
-
-
-@pytest.mark.parametrize("name", CHANGES_VALUES)
-def test_what_changes_values_is_allowed_without_log_probs(fake: FakeAsyncVLLM, name: str) -> None:
-    given = {name: CHANGES_VALUES[name]}
-    out = wrapper(fake, return_log_probs=False)(stacked("text", "ab"), **given)
-    assert params_of(fake)[name] == CHANGES_VALUES[name]
-    assert "log_probs" not in out.keys()  # noqa: SIM118  a TensorDict iterates over its batch
-    (request,) = wrapper(fake, return_log_probs=False).requests(stacked("text", "ab"), **given)
-    assert request.arguments["sampling_params"][name] == CHANGES_VALUES[name]
-
-
-# what was sampled from
-
-
-@pytest.fixture
-def truncating() -> Iterator[FakeAsyncVLLM]:
-    """An engine whose tokens were drawn from themselves and the next word, every second one from all but word 0."""
-    with FakeAsyncVLLM(seed=3) as engine:
-        generate = engine.generate
-
-        def named(**kwargs: Any) -> list[Completion]:
-            completions = generate(**kwargs)
-            for completion in completions:
-                for output in completion.outputs:
-                    output.kept = words_of(output.token_ids)
-            return completions
-
-        engine.generate = named  # type: ignore[method-assign]
-        yield engine
-
-
-def words_of(ids: Any) -> KeptIds:
-    words: list[int] = []
-    for t, token in enumerate(ids.tolist()):
-        words += [0] if t % 2 else [token, token + 1]
-    return KeptIds(np.array(words, np.int32), np.array([-1 if t % 2 else 2 for t in range(len(ids))], np.int32))
-
-
-KEPT = ("sampling", "kept")
-
-
-def assert_sampling(td: TensorDictBase, temperature: float) -> None:
-    """``td`` is an answer of the truncating engine."""
-    kept = td[KEPT]
-    real = td["masks", "all_attention_mask"]
-    mask = td["masks", "all_assistant_mask"]
-    assert type(kept) is KeptTokens
-    kept.validate(vocabulary=512, num_tokens=len(td["tokens", "full"]), tokens=td["tokens", "full"])
-    wanted = words_of(td["tokens", "full"][mask].numpy())
-    assert kept.ids.tolist() == wanted.ids.tolist()
-    assert kept.sizes[mask].tolist() == wanted.sizes.tolist()
-    assert not kept.sizes[~mask | ~real].any()
-    assert td["sampling", "temperature"] == temperature
-
-
-@pytest.mark.parametrize("num_samples", [None, 2])
-@pytest.mark.parametrize("pad_output", [False, True])
-@pytest.mark.parametrize("build", [stacked, dense])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rollout_says_what_it_was_sampled_from(
-    truncating: FakeAsyncVLLM, mode: str, build: Any, pad_output: bool, num_samples: int | None
+@pytest.mark.parametrize(("name", "value"), CHANGES_VALUES.items())
+def test_what_changes_values_is_refused_with_log_probs_and_allowed_without(
+    fake: FakeAsyncVLLM, name: str, value: Any
 ) -> None:
-    policy = wrapper(truncating, mode, inplace=False, pad_output=pad_output, num_samples=num_samples)
-    out = policy(build(mode, *PROMPTS), temperature=0.5, top_k=2)
-    assert out.batch_size == torch.Size([3] if num_samples is None else [3, 2])
-    for td in out.reshape(-1).unbind(0):
-        assert_sampling(td, 0.5)
-
-
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_a_rollout_over_all_words_says_its_temperature(fake: FakeAsyncVLLM, pad_output: bool) -> None:
-    out = wrapper(fake, pad_output=pad_output)(stacked("text", "ab", "cde"), temperature=0.25)
-    assert [set(td["sampling"].keys()) for td in out.unbind(0)] == [{"temperature"}] * 2
-    assert [td["sampling", "temperature"] for td in out.unbind(0)] == [0.25, 0.25]
+    given, td = {name: value}, stacked("text", "ab")
+    before = len(fake.replicas[0].submitted)
+    always = vLLMWrapper(fake, input_mode="text", generate_kwargs=given)
+    calls = (
+        lambda: always(td),
+        lambda: wrapper(fake)(td, **given),
+        lambda: wrapper(fake).requests(td, **given),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"^{name}=.* or pass return_log_probs=False"):
+            call()
+    assert len(fake.replicas[0].submitted) == before
+    policy = wrapper(fake, return_log_probs=False)
+    (request,) = policy.requests(td, **given)
+    assert request.arguments["sampling_params"][name] == value
+    assert "log_probs" not in policy(td, **given).keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    assert params_of(fake)[name] == value
 
 
 def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> None:
@@ -672,12 +569,7 @@ def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> 
         with pytest.raises(ValueError, match=r"this turn's temperature is 0\.75, that of the turn before 0\.5"):
             ask(again.clone(), temperature=0.75)
     assert len(fake.replicas[0].submitted) == asked  # before anything is generated
-    out = policy(again, temperature=0.5)[0]
-    assert out["sampling", "temperature"] == 0.5
-    old = len(later) - 1
-    torch.testing.assert_close(out["log_probs", "full"][:old], td[0]["log_probs", "full"], equal_nan=True)
-    assert out["log_probs", "full"][old].isnan()
-    assert out["routed_experts", "full"][: old - 1].equal(td[0]["routed_experts", "full"][:-1])
+    assert policy(again, temperature=0.5)[0]["sampling", "temperature"] == 0.5
 
 
 # what a batch says of its requests
@@ -727,50 +619,35 @@ def test_keys_of_a_batch_reach_the_service_one_value_per_sample(build: str, num_
         assert [request.sampling_params.get("n") for request in requests_of(engine)] == [num_samples] * 2
 
 
-def test_a_wrong_value_is_refused_by_key_and_sample(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match=r"priority\[0\] must be an int, got 0.5"):
-        wrapper(fake)(asks("dense", priority=torch.tensor([0.5, 1.0])))
-    with pytest.raises(ValueError, match=r"sample 0: 'group_id' is \[1, 2\]"):
-        wrapper(fake)(asks("dense", group_id=torch.tensor([[1, 2], [3, 4]])))
-
-
 @pytest.mark.parametrize("where", ["argument", "generate_kwargs", "call"])
-def test_the_replica_and_the_adapter_can_be_named(where: str) -> None:
+def test_the_replica_the_adapter_and_how_answers_continue_can_be_chosen(where: str) -> None:
     lora = {"lora_name": "a", "lora_int_id": 1, "lora_path": "folder"}
-    asked: dict[str, Any] = {"actor_index": 1, "lora_request": lora}
+    arguments: dict[str, Any] = {"actor_index": 1, "lora_request": lora}
+    asked = {**arguments, "on_resume": "live"}
+    sampling: dict[str, Any] = {"max_tokens": NEW}
     with FakeAsyncVLLM(2, seed=3) as engine:
-        kwargs: dict[str, Any] = {"generate_kwargs": {"max_tokens": NEW, **asked}}
-        if where != "generate_kwargs":
-            kwargs = {"generate_kwargs": {"max_tokens": NEW}, **(asked if where == "argument" else {})}
-        policy = vLLMWrapper(engine, input_mode="text", **kwargs)
-        policy(dense("text", "ab", "c"), **(asked if where == "call" else {}))
-        assert [len(replica.submitted) for replica in engine.replicas] == [0, 2]
-        assert all(request.lora_request is lora for request in requests_of(engine))
-        policy(dense("text", "ab"), actor_index=0, lora_request=None)
-        assert [request.lora_request for request in engine.replicas[0].submitted] == [None]
-        assert "lora_request" not in requests_of(engine)[0].sampling_params
-
-
-@pytest.mark.parametrize("where", ["generate_kwargs", "call"])
-def test_how_answers_continue_can_be_chosen(where: str) -> None:
-    asked: dict[str, Any] = {"on_resume": "live"}
-    with FakeAsyncVLLM(seed=3) as engine:
-        kwargs = {"max_tokens": NEW, **(asked if where == "generate_kwargs" else {})}
-        policy = vLLMWrapper(engine, input_mode="text", generate_kwargs=kwargs, inplace=False)
+        kwargs = {
+            "argument": {"generate_kwargs": {**sampling, "on_resume": "live"}, **arguments},
+            "generate_kwargs": {"generate_kwargs": {**sampling, **asked}},
+            "call": {"generate_kwargs": sampling},
+        }[where]
         per_call = asked if where == "call" else {}
+        policy = vLLMWrapper(engine, input_mode="text", inplace=False, **kwargs)
         out = policy(dense("text", "ab", "c"), **per_call)
         (request,) = policy.requests(one("text", "d"), **per_call)
-        assert request.arguments["on_resume"] == "live"
         asyncio.run(engine.agenerate(**request.arguments))
-        policy(dense("text", "e"), on_resume=None)
-        assert [asking.on_resume for asking in requests_of(engine)] == ["live"] * 3 + [None]
-        assert all("on_resume" not in asking.sampling_params for asking in requests_of(engine))
+        assert [len(replica.submitted) for replica in engine.replicas] == [0, 3]
+        for asking in requests_of(engine):
+            assert (asking.lora_request, asking.on_resume) == (lora, "live")
+            assert not asked.keys() & set(asking.sampling_params)
         assert list(out["resume"]) == ["none", "none"]  # nothing cut them
-        with pytest.raises(ValueError, match=r"on_resume must be None or one of \('forced', 'live'\), got 'frozen'"):
+        policy(dense("text", "ab"), actor_index=0, lora_request=None, on_resume=None)
+        (other,) = engine.replicas[0].submitted
+        assert (other.lora_request, other.on_resume) == (None, None)
+        with pytest.raises(ValueError, match=r"on_resume must be .*, got 'frozen'"):
             policy(dense("text", "ab"), on_resume="frozen")
-
-
-# what is refused
+        with pytest.raises(ValueError, match="actor_index: given twice"):
+            vLLMWrapper(engine, generate_kwargs={"actor_index": 1}, actor_index=0)
 
 
 def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -841,43 +718,15 @@ def test_what_only_the_other_kind_has_does_not_follow(fake: FakeAsyncVLLM, mode:
     assert scoring.get_new_version(generate=True, input_key=("my", "own")).in_keys == [("my", "own")]
 
 
-# later turns
-
-
-@pytest.mark.parametrize("pad_output", [False, True])
-@pytest.mark.parametrize("mode", ["history", "text"])
-def test_turns_of_a_chat_env_are_joined(mode: str, pad_output: bool) -> None:
-    with FakeAsyncVLLM(seed=3) as engine:
-        env = ChatEnv(batch_size=(2,), input_mode=mode, tokenizer=ByteTokenizer())
-        policy = wrapper(engine, mode, pad_output=pad_output)
-        unpadded = wrapper(engine, mode, inplace=False)
-        start = env.reset(TensorDict(query=["ab", "cdefg"], batch_size=[2]))
-        first = unpadded(start)
-        stepped = env.step(policy(start))
-        engine.replicas[0].version = 5
-        second = policy(env.step_mdp(stepped))
-    for was, now in zip(first.unbind(0), second.unbind(0), strict=True):
-        real = now["masks", "all_attention_mask"]
-        old = len(was["tokens", "full"])
-        assert now["tokens", "full"][real][:old].equal(was["tokens", "full"])
-        assert now["policy_versions", "full"][real][:old].equal(was["policy_versions", "full"])
-        assert now["policy_versions", "full"][real][-NEW:].tolist() == [5] * NEW
-        assert now["routed_experts", "full"][real][: old - 1].equal(was["routed_experts", "full"][: old - 1])
-        torch.testing.assert_close(
-            now["log_probs", "full"][real][:old], was["log_probs", "full"], equal_nan=True, rtol=0, atol=0
-        )
-
-
 # tokens preferred to text
 
 
 def test_known_tokens_are_not_encoded_again(fake: FakeAsyncVLLM) -> None:
     td = dense("history", "hi").set("tokens", Tokens(prompt=torch.tensor([[PAD, 1, PAD, 2]]), batch_size=[1]))
+    out = wrapper(fake, "history", inplace=False, prefer_tokens=True)(td)
+    assert asked(fake, 1) == [[1, PAD, 2]] == [out[0]["tokens", "prompt"].tolist()]
     wrapper(fake, "history", inplace=False)(td)
     assert asked(fake, 1) == [ids_of("history", "hi")]
-    out = wrapper(fake, "history", inplace=False, prefer_tokens=True)(td)
-    assert asked(fake, 1) == [[1, PAD, 2]]
-    assert out[0]["tokens", "prompt"].tolist() == [1, PAD, 2]
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -936,47 +785,28 @@ def questions() -> TensorDictBase:
 
 def test_answers_asked_for_one_by_one_are_those_of_forward() -> None:
     with FakeAsyncVLLM() as engine:
-        policy = vLLMWrapper(engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 5})
+        policy = vLLMWrapper(engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 5}, timeout_seconds=9.0)
         expected = policy(questions())
         for request, row in zip(policy.requests(questions()), expected.unbind(0), strict=True):
             answer = policy.answer(request, asyncio.run(engine.agenerate(**request.arguments)))
             for key in (("tokens", "full"), ("routed_experts", "full"), ("masks", "all_assistant_mask")):
                 assert torch.equal(answer[key], row[key])
             assert torch.equal(answer["log_probs", "response"], row["log_probs", "response"])
-
-
-def test_a_request_carries_its_own_prompt_and_what_the_batch_says_of_it() -> None:
-    with FakeAsyncVLLM() as engine:
-        policy = vLLMWrapper(engine, input_mode="tokens", timeout_seconds=9.0)
         first, second = policy.requests(questions(), max_new_tokens=3, return_routed_experts=False)
-    assert [list(request.arguments["prompt_token_ids"]) for request in (first, second)] == [
-        ids_of("tokens", "He"),
-        ids_of("tokens", "llo"),
-    ]
-    assert (second.arguments["session_id"], second.arguments["priority"]) == ("s1", 1)
-    assert second.arguments["sampling_params"]["max_tokens"] == 3
-    assert second.arguments["timeout_seconds"] == 9.0
-    assert not second.arguments["return_routed_experts"]
-    assert second.keys.routed_experts is None
-    assert (first.index, second.index) == (0, 1)
-    with FakeAsyncVLLM() as engine:
-        policy = vLLMWrapper(engine, input_mode="tokens", num_samples=2)
+        assert (first.index, second.index) == (0, 1)
+        assert list(second.arguments["prompt_token_ids"]) == ids_of("tokens", "llo")
+        assert (second.arguments["session_id"], second.arguments["priority"]) == ("s1", 1)
+        assert second.arguments["sampling_params"]["max_tokens"] == 3
+        assert second.arguments["timeout_seconds"] == 9.0
+        assert not second.arguments["return_routed_experts"]
+        assert second.keys.routed_experts is None
         with pytest.raises(ValueError, match="one answer per sample, but num_samples=2"):
-            policy.requests(questions())
+            vLLMWrapper(engine, input_mode="tokens", num_samples=2).requests(questions())
 
 
 # what TorchRL's code asks of a wrapper besides forward
 
 SHORT: dict[str, Any] = {"max_new_tokens": 3}
-
-
-def test_it_says_what_it_returns(fake: FakeAsyncVLLM) -> None:
-    names = ("return_history", "return_text", "return_tokens", "return_masks", "return_log_probs")
-    found = {mode: [getattr(vLLMWrapper(fake, input_mode=mode), name) for name in names] for mode in MODES}
-    assert found == {"history": [True] * 5, "text": [False, *[True] * 4], "tokens": [False, False, *[True] * 3]}
-    policy = vLLMWrapper(fake, input_mode="text", batching=False, batching_timeout=3.0)
-    assert policy.get_batching_state()["batching_enabled"] is False
-    policy.cleanup_batching(flush=True)
 
 
 def test_what_copies_out_keys_only_can_have_ours_too(fake: FakeAsyncVLLM) -> None:
@@ -994,16 +824,16 @@ def test_what_copies_out_keys_only_can_have_ours_too(fake: FakeAsyncVLLM) -> Non
 
 
 @pytest.mark.needs_vllm
-def test_sampling_parameters_read_as_vllms(fake: FakeAsyncVLLM) -> None:
+def test_sampling_parameters_and_completions_read_as_vllms(fake: FakeAsyncVLLM) -> None:
     kwargs = {"max_tokens": 20, "max_new_tokens": 10, "n": 2, "num_return_sequences": 1, "temperature": 0.7}
-    policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs)
-    params = policy.sampling_params
+    params = vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs).sampling_params
     assert (params.max_tokens, params.n, params.temperature, params.top_p) == (20, 2, 0.7, 1.0)
     with pytest.raises(AttributeError, match="would change nothing"):
         params.temperature = 0.0
+    assert vLLMWrapper.CompletionOutput_tc is TorchRLWrapper.CompletionOutput_tc
 
 
-def test_another_tokenizer_or_mask_can_be_set(fake: FakeAsyncVLLM) -> None:
+def test_another_tokenizer_can_be_set(fake: FakeAsyncVLLM) -> None:
     policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=SHORT)
     assert policy.padding_value == 256
     other = ByteTokenizer()
@@ -1011,17 +841,6 @@ def test_another_tokenizer_or_mask_can_be_set(fake: FakeAsyncVLLM) -> None:
     policy.set_tokenizer(other)
     assert (policy.tokenizer, policy.padding_value) == (other, 257)
     assert vLLMWrapper(fake, tokenizer=other, input_mode="text").padding_value == 257
-    policy = vLLMWrapper(fake, input_mode="tokens", generate_kwargs=SHORT, inplace=False)
-    td = TensorDict(tokens=Tokens(prompt=torch.tensor([[5, 6]]), batch_size=[1]), mine=torch.tensor([[0, 1]]))
-    policy.attention_mask_key = "mine"
-    td.batch_size = [1]
-    policy(td)
-    assert fake.replicas[0].submitted[-1].prompt_token_ids.tolist() == [6]
-
-
-@pytest.mark.needs_vllm
-def test_vllms_completions_as_a_tensorclass_are_torchrls() -> None:
-    assert vLLMWrapper.CompletionOutput_tc is TorchRLWrapper.CompletionOutput_tc
 
 
 @pytest.mark.parametrize("name", ["get_dist", "_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist"])

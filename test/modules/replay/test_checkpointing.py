@@ -6,7 +6,9 @@ Without the capture this is silently wrong (reentrant) or a CheckpointError, see
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,15 +35,17 @@ def checkpoint_layers(model: nn.Module, reentrant: bool) -> None:
     model.train()
 
 
-def loss(model: nn.Module, replay: RouterReplay, ids: Tensor, routes: Tensor) -> Tensor:
+def loss(model: nn.Module, replay: RouterReplay, ids: Tensor, routes: Tensor, measure: bool = False) -> Tensor:
     """The context is closed by the time of ``backward``."""
-    with replay.replay(routes):
+    with replay.replay(routes, measure=measure):
         return loss_of(model(ids).logits)
 
 
-def two_losses(model: nn.Module, replay: RouterReplay, routes: list[Tensor]) -> dict[str, Tensor]:
+def two_losses(
+    model: nn.Module, replay: RouterReplay, routes: list[Tensor], measure: bool = False
+) -> dict[str, Tensor]:
     """Two forward passes with routes of their own, then one backward pass."""
-    losses = [loss(model, replay, ids, given) for ids, given in zip(BATCHES, routes, strict=True)]
+    losses = [loss(model, replay, ids, given, measure) for ids, given in zip(BATCHES, routes, strict=True)]
     sum(losses).backward()
     return gradients(model)
 
@@ -66,55 +70,21 @@ def test_two_micro_batches_and_one_backward_equal_no_checkpointing(family: str, 
 
 
 @REENTRANT
-def test_checkpointing_enabled_before_construction_equals_no_checkpointing(reentrant: bool) -> None:
-    model, replay = pair()
-    wanted = two_losses(model.train(), replay, routes_of(replay))
-    checkpointed = make_tiny_moe()
-    checkpoint_layers(checkpointed, reentrant)
-    replay = RouterReplay(checkpointed)
-    assert_same(two_losses(checkpointed, replay, routes_of(replay)), wanted)
-
-
-@REENTRANT
-def test_a_recorded_forward_is_recomputed_on_its_own_routes(reentrant: bool) -> None:
-    model, replay = pair()
-    loss_of(model.train()(BATCHES[0]).logits).backward()
-    wanted = gradients(model)
-    checkpoint_layers(model, reentrant)
-    with replay.record() as recording:
-        value = loss_of(model(BATCHES[0]).logits)
-    before = recording.routed_experts.clone()
-    with replay.replay(random_routes(replay)):  # somebody else's context is open in backward
-        model(BATCHES[1])
-        value.backward()
-    assert_same(gradients(model), wanted)
-    assert torch.equal(recording.routed_experts, before)
-
-
-@REENTRANT
-def test_a_plain_forward_is_recomputed_natively_inside_another_forwards_context(reentrant: bool) -> None:
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_recorded_or_plain_forward_is_recomputed_on_its_own_routes(reentrant: bool, is_recorded: bool) -> None:
     model, replay = pair()
     loss_of(model.train()(BATCHES[0]).logits).backward()
     wanted = gradients(model)
     checkpoint_layers(model, reentrant)
     loss(model, replay, BATCHES[1], random_routes(replay))
-    plain = loss_of(model(BATCHES[0]).logits)
-    with replay.replay(random_routes(replay)):
+    with replay.record() if is_recorded else nullcontext() as recording:
+        value = loss_of(model(BATCHES[0]).logits)
+    before = recording.routed_experts.clone() if is_recorded else None
+    with replay.replay(random_routes(replay)):  # somebody else's context is open in backward
         model(BATCHES[1])
-        plain.backward()
+        value.backward()
     assert_same(gradients(model), wanted)
-
-
-@pytest.mark.parametrize("implementation", ["REENTRANT", "NO_REENTRANT"])
-def test_layers_that_torch_wraps_equal_no_checkpointing(implementation: str) -> None:
-    model, replay = pair(use_cache=False)  # torch's wrapper does not switch it off, and the second run would add to it
-    routes = routes_of(replay)
-    wanted = two_losses(model.train(), replay, routes)
-    kind = torch_wrapper.CheckpointImpl[implementation]
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = torch_wrapper.checkpoint_wrapper(layer, checkpoint_impl=kind)
-    got = two_losses(model, replay, routes)
-    assert_same({name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.items()}, wanted)
+    assert before is None or torch.equal(recording.routed_experts, before)
 
 
 KEPT = {torch.ops.aten.mm.default, torch.ops.aten.topk.default, torch.ops.aten.sort.default}
@@ -125,19 +95,46 @@ def keep_some(_: object, op: object, *_args: object, **_kwargs: object) -> Check
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def every_other(model: nn.Module, use_reentrant: bool) -> None:
+    checkpoint_activations(model, use_reentrant=use_reentrant)
+    for layer in model.model.layers[::2]:
+        layer.gradient_checkpointing = False
+
+
+def wrapped_by_torch(model: nn.Module, kind: str) -> None:
+    for i, layer in enumerate(model.model.layers):
+        how = torch_wrapper.CheckpointImpl[kind]
+        model.model.layers[i] = torch_wrapper.checkpoint_wrapper(layer, checkpoint_impl=how)
+
+
+HOWS: dict[str, Callable[[nn.Module], None]] = {
+    "reentrant": partial(checkpoint_activations, use_reentrant=True),
+    "non-reentrant": partial(checkpoint_activations, use_reentrant=False),
+    "every other layer, reentrant": partial(every_other, use_reentrant=True),
+    "every other layer, non-reentrant": partial(every_other, use_reentrant=False),
+    "torch, reentrant": partial(wrapped_by_torch, kind="REENTRANT"),
+    "torch, non-reentrant": partial(wrapped_by_torch, kind="NO_REENTRANT"),
+    "selective": partial(checkpoint_activations, context_fn=partial(create_selective_checkpoint_contexts, keep_some)),
+}
+
+
 @pytest.mark.parametrize("measure", [False, True])
-def test_selective_checkpointing_equals_no_checkpointing(measure: bool) -> None:
-    model, replay = pair("deepseek_v3")
-    routes = routes_of(replay)
-    wanted = two_losses(model.train(), replay, routes)
-    contexts = partial(create_selective_checkpoint_contexts, keep_some)
-    checkpoint_activations(model, context_fn=contexts)
-    losses = []
-    for ids, given in zip(BATCHES, routes, strict=True):
-        with replay.replay(given, measure=measure):
-            losses.append(loss_of(model(ids).logits))
-    sum(losses).backward()
-    assert_same(gradients(model), wanted)
+@pytest.mark.parametrize("first", ["replay", "checkpointing"])
+@pytest.mark.parametrize("how", HOWS)
+def test_however_layers_are_checkpointed_gradients_are_those_without(how: str, first: str, measure: bool) -> None:
+    # deepseek_v3: its groups are kept by selective checkpointing too
+    config: dict[str, Any] = {"use_cache": False}  # torch's wrapper does not switch it off: a second run would add
+    plain, plain_replay = pair("deepseek_v3", **config)
+    routes = routes_of(plain_replay)
+    wanted = two_losses(plain.train(), plain_replay, routes, measure)
+    model = make_tiny_moe("deepseek_v3", **config).train()
+    if first == "checkpointing":
+        HOWS[how](model)
+    replay = RouterReplay(model)
+    if first == "replay":
+        HOWS[how](model)
+    got = two_losses(model, replay, routes, measure)
+    assert_same({name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.items()}, wanted)
 
 
 def checkpoint_by_hand(model: nn.Module, reentrant: bool) -> None:
@@ -146,16 +143,6 @@ def checkpoint_by_hand(model: nn.Module, reentrant: bool) -> None:
         layer.forward = lambda hidden, forward=forward, **kwargs: checkpoint(
             partial(forward, **kwargs), hidden, use_reentrant=reentrant
         )
-
-
-def test_it_is_an_error_too_where_gradients_are_switched_on_inside_the_context() -> None:
-    model, replay = pair(use_cache=False)
-    checkpoint_by_hand(model, True)
-    loss_of(model(BATCHES[0]).logits).backward()  # there was no context that it could belong to
-    with torch.no_grad(), replay.replay(random_routes(replay)), torch.enable_grad():
-        value = loss_of(model(BATCHES[0]).logits)
-    with pytest.raises(ReplayError, match=r"inside backward\(\)"):
-        value.backward()
 
 
 @REENTRANT
@@ -180,19 +167,24 @@ def test_two_backward_passes_may_run_in_two_threads(reentrant: bool) -> None:
 
 
 @REENTRANT
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, inside: bool) -> None:
+@pytest.mark.parametrize("where", ["after the context", "inside it", "gradients switched on inside it"])
+def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, where: str) -> None:
     """Reentrant, its second run would silently choose other experts."""
     model, replay = pair(use_cache=False)
     checkpoint_by_hand(model, reentrant)
     message = r"inside backward\(\).*gradient_checkpointing_enable"
-    if inside:
+    loss_of(model(BATCHES[0]).logits).backward()  # there was no context that it could belong to
+    if where == "inside it":
         with pytest.raises(ReplayError, match=message), replay.replay(random_routes(replay)):
             loss_of(model(BATCHES[0]).logits).backward()
-    else:
+        return
+    if where == "after the context":
         value = loss(model, replay, BATCHES[0], random_routes(replay))
-        with pytest.raises(ReplayError, match=message):
-            value.backward()
+    else:
+        with torch.no_grad(), replay.replay(random_routes(replay)), torch.enable_grad():
+            value = loss_of(model(BATCHES[0]).logits)
+    with pytest.raises(ReplayError, match=message):
+        value.backward()
 
 
 @REENTRANT
@@ -215,17 +207,6 @@ def test_an_error_in_the_second_run_leaves_nothing_behind(reentrant: bool) -> No
     assert torch.equal(model(BATCHES[0]).logits, native)
     loss(model, replay, BATCHES[0], routes).backward()
     assert_same(gradients(model), wanted)
-
-
-@REENTRANT
-def test_every_other_layer_may_be_checkpointed(reentrant: bool) -> None:
-    model, replay = pair()
-    routes = routes_of(replay)
-    wanted = two_losses(model.train(), replay, routes)
-    checkpoint_layers(model, reentrant)
-    for layer in model.model.layers[::2]:
-        layer.gradient_checkpointing = False
-    assert_same(two_losses(model, replay, routes), wanted)
 
 
 def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_functions() -> None:

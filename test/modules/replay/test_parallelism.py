@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from support.routes import random_routes, tokens
-from torchrl_moe.errors import ReplayError, UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.modules.replay.discovery import computing_device, dry_inputs, refused_parallelism, summed_again
 from torchrl_moe.objectives import GRPOLoss
@@ -84,17 +82,6 @@ def test_a_pipeline_of_transformers_is_refused() -> None:
     model = make_tiny_moe(num_hidden_layers=2)
     model.config.distributed_config = distributed.DistributedConfig(pp_size=2)
     assert refused_parallelism(model).startswith("pipeline parallelism: ")
-
-
-def test_a_part_of_a_sequence_is_refused() -> None:
-    replay = RouterReplay(make_tiny_moe(num_hidden_layers=2))
-    ids = tokens(2, 6)
-    told = re.escape("has tokens [2, 3], the routes are for [2, 6]")
-    with (
-        pytest.raises(ReplayError, match=f"{told}.*context or sequence parallelism"),
-        replay.replay(random_routes(replay, 2, 6)),
-    ):
-        replay.model(ids[:, :3])
 
 
 @pytest.mark.parametrize(("tp_size", "named"), [(2, "layers.1.norm.weight"), (1, "")])

@@ -36,23 +36,6 @@ from torchrl_moe.testing import make_tiny_moe
 IDS = tokens()
 
 
-# recording
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_recording_holds_what_reached_the_experts(family: str) -> None:
-    model, replay = pair(family)
-    with experts_seen(model) as seen, replay.record() as recording:
-        model(input_ids=IDS)
-    routes = recording.routed_experts
-    assert routes.shape == (2, 6, 4, replay.top_k)
-    assert not routes.is_floating_point()
-    for layer in range(4):
-        wanted = seen[layer][0].view(2, 6, -1) if layer in replay.layers else torch.full((2, 6, 4), U)
-        assert torch.equal(routes[:, :, layer].long(), wanted)
-    assert torch.equal(recorded(model, replay), routes)  # without gradients
-
-
 def test_routes_recorded_in_one_model_replay_in_another_that_chooses_otherwise() -> None:
     model, replay = pair("deepseek_v3")
     routes = recorded(model, replay)
@@ -91,9 +74,8 @@ def test_each_row_given_is_used_the_last_included() -> None:
     model, replay = pair()
     routes = recorded(model, replay)
     native = model(IDS).logits
-    changed = routes.clone()
-    changed[1, -1, 3] = (changed[1, -1, 3] + 1) % 16
-    with replay.replay(changed):
+    routes[1, -1, 3] = (routes[1, -1, 3] + 1) % 16
+    with replay.replay(routes):
         logits = model(IDS).logits
     differs = (logits - native).abs().amax(-1) > 1e-4  # with other numbers of rows per expert, matmuls round otherwise
     assert differs.nonzero().tolist() == [[1, 5]]
@@ -122,38 +104,27 @@ def test_padded_batches_equal_single_sequences(family: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_sequences_equal_single_sequences(family: str) -> None:
+def test_packed_sequences_and_jagged_routes_equal_single_sequences(family: str) -> None:
     model, replay = pair(family)
-    parts = [tokens(1, length, seed=length) for length in (4, 6, 3)]
-    routes = [random_routes(replay, *part.shape, seed=i) for i, part in enumerate(parts)]
-    single = []
-    for part, given in zip(parts, routes, strict=True):
-        with replay.replay(given):
-            single.append(model(part).logits)
-    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
-    with replay.replay(torch.cat(routes, 1)):
-        logits = model(torch.cat(parts, 1), position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(logits, torch.cat(single, 1), atol=1e-5, rtol=0)
-
-
-def test_jagged_routes_replay_packed_and_padded_batches() -> None:
-    model, replay = pair()
     lengths = (4, 6, 3)
     parts = [tokens(1, length, seed=length)[0] for length in lengths]
     routes = [random_routes(replay, 1, length, seed=length)[0] for length in lengths]
+    single = []
+    for part, given in zip(parts, routes, strict=True):
+        with replay.replay(given[None]):
+            single.append(model(part[None]).logits[0])
     jagged = torch.nested.nested_tensor(routes, layout=torch.jagged)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with replay.replay(torch.cat(routes)[None]):
-        wanted = model(torch.cat(parts)[None], position_ids=positions, use_cache=False).logits[0]
-    with replay.replay(jagged):
-        packed = model(torch.cat(parts)[None], position_ids=positions, use_cache=False).logits[0]
-    assert torch.equal(packed, wanted)
+    for packed in (torch.cat(routes)[None], jagged):
+        with replay.replay(packed):
+            logits = model(torch.cat(parts)[None], position_ids=positions, use_cache=False).logits[0]
+        torch.testing.assert_close(logits, torch.cat(single), atol=1e-5, rtol=0)
     mask = torch.tensor([[1] * length + [0] * (6 - length) for length in lengths])
     ids = torch.zeros(3, 6, dtype=torch.long)
     ids[mask.bool()] = torch.cat(parts)
     with replay.replay(jagged, mask):
         padded = model(ids, attention_mask=mask).logits[mask.bool()]
-    torch.testing.assert_close(padded, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(padded, torch.cat(single), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -188,7 +159,7 @@ def test_wrong_routes_are_refused_before_the_model_runs() -> None:
         model(IDS)
     as_many_rows = routes.flatten(0, 1).unflatten(0, (3, 4))
     for wrong, shape in ((routes[:, :-1], r"\[2, 5\]"), (as_many_rows, r"\[3, 4\]")):
-        message = rf"tokens \[2, 6\], the routes are for {shape}"
+        message = rf"tokens \[2, 6\], the routes are for {shape}.*context or sequence parallelism"
         with pytest.raises(ReplayError, match=message), replay.replay(wrong):
             model(IDS)
 
@@ -444,7 +415,6 @@ def test_a_new_one_runs_five_forward_passes_and_one_that_is_there_none() -> None
     model, passes = make_tiny_moe("qwen3_moe"), []
     model.register_forward_pre_hook(lambda *_: passes.append("one"))
     replay = RouterReplay.of(model)
-    assert len(passes) == 5
     assert RouterReplay.of(model) is replay
     assert len(passes) == 5
 
@@ -452,21 +422,17 @@ def test_a_new_one_runs_five_forward_passes_and_one_that_is_there_none() -> None
 def test_what_is_no_model_and_what_is_no_switch_is_refused() -> None:
     with pytest.raises(ValueError, match="model must be of class Module, got None"):
         RouterReplay(None)  # type: ignore[arg-type]
-    replay = RouterReplay(make_tiny_moe("qwen3_moe"))
+    _, replay = pair()
+    routes = random_routes(replay)
     wrong: dict[str, Any] = {"measure": "no", "record": 1, "packing": 3}
     for name, value in wrong.items():
-        routes = torch.full((1, 2, replay.num_layers, replay.top_k), U)
         with pytest.raises(ValueError, match=f"{name} must be "), replay.replay(routes, **{name: value}):
             pass
 
 
-# a report, where it is shown
-
-DONE = {"replayed": 1400, "live": 4, "refused": 0, "agreement": 0.875}
-
-
 def test_a_report_is_printed_and_shown_as_a_table() -> None:
-    report = ReplayReport({1: DONE, 3: {**DONE, "agreement": None}})
+    done = {"replayed": 1400, "live": 4, "refused": 0, "agreement": 0.875}
+    report = ReplayReport({1: done, 3: {**done, "agreement": None}})
     title, header, first, second = repr(report).splitlines()
     assert title == "replay of 2 layers, mean agreement 87.5%"
     assert header.split() == ["layer", *("replayed", "rows"), *("live", "rows"), *("refused", "rows"), "agreement"]
@@ -477,6 +443,6 @@ def test_a_report_is_printed_and_shown_as_a_table() -> None:
     assert read.other[0] == title
     assert repr(ReplayReport()) == "replay: no context has come to its end yet"
     assert "no context" in ReplayReport()._repr_html_()
-    report = ReplayReport(dict.fromkeys(range(200), DONE))
+    report = ReplayReport(dict.fromkeys(range(200), done))
     assert len(repr(report).splitlines()) == 2 + 64 + 1
     assert TableReader(report._repr_html_()).rows["tbody"][-1][0] == "… 136 more"
