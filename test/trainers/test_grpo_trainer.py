@@ -482,11 +482,10 @@ def test_steps_may_be_made_one_by_one_to_the_end_and_a_run_that_has_ended_says_h
         assert [row["step"] for row in trainer.record.rows] == [0, 1]
         assert trainer.rollout_engine.version == before + 2
         trainer.config.steps = 3
-        trainer.train()
-        trainer.config.steps = 4
+        trainer.train()  # it has stopped: no step more
         with pytest.raises(RuntimeError, match=ended):
             trainer.train()
-        assert trainer.steps_done == 3
+        assert trainer.steps_done == 2
     with pytest.raises(RuntimeError, match=ended):
         trainer.step()
     assert not list((tmp_path / "checkpoints").glob("*"))
