@@ -25,9 +25,11 @@ def dataset_env() -> DatasetChatEnv:
 
 
 def test_an_environment_brings_its_data_and_its_repeats_and_what_is_given_wins() -> None:
-    source, given = source_of(dataset_env(), None, None), Questions(3)
+    env, given = dataset_env(), Questions(3)
+    source = source_of(env, None, None)
     assert (source.env.batch_size, source.make, source.group_size) == ((4,), None, 4)
     assert isinstance(source.dataloader, Questions)
+    assert (env.batch_size, len(env.reset().get("query"))) == ((16,), 16)  # it is left alone
     fewer = source_of(dataset_env(), given, 2)
     assert (fewer.env.batch_size, fewer.group_size) == ((2,), 2)
     assert fewer.dataloader is given

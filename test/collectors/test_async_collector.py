@@ -15,19 +15,17 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
-from torchrl.envs import StepCounter
-from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm import ChatEnv
 
-from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
+from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.services import submitted
 from support.waiting import HOUR, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, async_collector, rollouts
 from torchrl_moe.collectors.async_collector import snapshots
 from torchrl_moe.collectors.workflow import Ask
-from torchrl_moe.errors import CollectionError, CollectionStalledError, GenerationTimeout
+from torchrl_moe.errors import CollectionError, CollectionStalledError, EngineError
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -35,39 +33,6 @@ Collect = Callable[..., AsyncLLMCollector]
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
-def test_a_batch_is_of_whole_groups_that_differ(collect: Collect) -> None:
-    seen: list[int] = []
-    for batch in islice(collect(groups_per_batch=3, max_staleness=1), 4):
-        assert batch.batch_size == (6,)
-        groups = batch.get("group_id").tolist()
-        assert Counter(groups) == dict.fromkeys(groups, 2)
-        assert [groups[i] for i in range(0, 6, 2)] == [groups[i] for i in range(1, 6, 2)]
-        seen += groups[::2]
-        for row, query in zip(batch.unbind(0), queries(batch), strict=True):
-            assert query == f"q{int(row.get('group_id'))}"
-            assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
-            assert int(row.get("num_segments")) == 1
-    assert len(seen) == len(set(seen)) == 12
-
-
-def test_without_staleness_batches_are_those_of_torchrls_collector(engine: FakeAsyncVLLM) -> None:
-    """Bit for bit, but that TorchRL's loses the first batch of prompts: it resets once more than it steps."""
-
-    def env() -> DatasetChatEnv:
-        made = DatasetChatEnv.from_dataloader(Questions(64), repeats=4, batch_size=(8,), tokenizer=TOKENIZER)
-        return made.append_transform(StepCounter(max_steps=1))
-
-    arguments: dict[str, Any] = {"policy": policy_of(engine), "dialog_turns_per_batch": 8}
-    theirs = LLMCollector(env(), **arguments, yield_completed_trajectories=True)
-    ours = AsyncLLMCollector(env(), **arguments, max_staleness=0)
-    pairs = list(zip(islice(theirs, 3), islice(ours, 1, 4), strict=True))
-    ours.shutdown()
-    assert [queries(batch)[::4] for batch, _ in pairs] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
-    for one, other in pairs:
-        assert one.batch_size == other.batch_size == (8,)
-        for expected, got in zip(map(plain, one.unbind(0)), map(plain, other.unbind(0)), strict=True):
-            assert got.keys() - expected.keys() == {"group_id"}
-            assert {key: got[key] for key in expected} == expected
 
 
 def test_only_last_turns_can_be_kept(collect: Collect) -> None:
@@ -84,13 +49,6 @@ def test_it_ends_after_so_many_rows(collect: Collect) -> None:
     collector = collect(groups_per_batch=2, total_dialog_turns=10)
     assert [batch.numel() for batch in collector] == [4, 4, 4]
     assert collector.stats()["completed"]
-
-
-def test_data_comes_from_the_environments_own_loader_which_is_left_alone(collect: Collect) -> None:
-    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
-    env = env.append_transform(StepCounter(max_steps=1))
-    assert queries(next(iter(collect(env, dataloader=None, group_size=None)))) == ["q0"] * 4
-    assert (env.batch_size, len(env.reset().get("query"))) == ((16,), 16)
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
@@ -116,6 +74,22 @@ def test_no_token_is_older_than_promised(collect: Collect, order: Any, window: f
     if order == "fifo":
         assert seen == [f"q{i}" for i in range(24)]
     assert stats["inference/staleness_max"] == ages[-1]
+
+
+def test_requests_ask_for_weights_that_are_new_enough(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    """At version 5 with S = 1: the batch that is awaited may be one behind, the one after it may not."""
+    new_weights(engine, 5)
+    asked: list[int | None] = []
+    generate = engine.agenerate
+
+    async def noted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("min_version"))
+        return await generate(*args, **kwargs)
+
+    engine.agenerate = noted  # type: ignore[method-assign]
+    next(iter(collect(groups_per_batch=2, max_staleness=1, order="fifo")))
+    until(lambda: len(asked) >= 8)
+    assert sorted(asked[:8]) == [4] * 4 + [5] * 4
 
 
 def test_groups_that_became_too_old_are_dropped_and_replaced(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -153,25 +127,6 @@ def slow(engine: FakeAsyncVLLM, token_seconds: float) -> None:
         replica.token_seconds = token_seconds
 
 
-def failing(query: str) -> float:
-    if query == "q1":
-        raise ZeroDivisionError(f"no reward for {query}")
-    if query == "q3":
-        raise GenerationTimeout("the judge is late")
-    return 1.0
-
-
-def test_the_first_failure_of_a_reward_is_raised_with_its_prompt_each_time_and_the_state_can_be_saved(
-    collect: Collect,
-) -> None:
-    collector = collect(chat(2, reward=failing), groups_per_batch=4)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError, match="no reward for q1") as caught:
-            next(iter(collector))
-        assert "at prompt 1: query='q1'" in caught.value.__notes__
-    assert collector.state_dict()["frames"] == 0
-
-
 def is_odd(rows: Any) -> bool:
     return int(rows[0]["query"][1:]) % 2 == 1
 
@@ -193,8 +148,10 @@ def test_failures_end_early_while_nothing_has_succeeded(collect: Collect, groups
     collector = collect(
         chat(1, reward=always), group_size=1, groups_per_batch=groups_per_batch, max_staleness=0, max_failures=1000
     )
-    with pytest.raises(ZeroDivisionError):
-        next(iter(collector))
+    for _ in range(2):  # the error is raised each time, with its prompt
+        with pytest.raises(ZeroDivisionError, match=r"q\d") as caught:
+            next(iter(collector))
+        assert f"at prompt {caught.value.args[0][1:]}: query='{caught.value}'" in caught.value.__notes__
     assert collector.stats()["collector/failures"] == calls
     assert len(asked) < calls + groups_per_batch
 
@@ -234,7 +191,9 @@ def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(collect: Col
     collector = collect(heartbeat_timeout=0.5)
     for replica in engine.replicas:
         replica.stall()
-    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are running .* 6 answers"):
+    # how many answers had begun by then depends on the machine
+    waits = r"3 groups are running \(the oldest is 0\), 0 are ready, 1 make a batch; \d answers .* SERVING"
+    with pytest.raises(CollectionStalledError, match=rf"nothing has moved for 0\.5 s: {waits}"):
         next(iter(collector))
 
 
@@ -255,6 +214,16 @@ def test_a_killed_replica_does_not_end_it(collect: Collect, engine: FakeAsyncVLL
     engine.replicas[0].die()
     seen += [query for _ in range(3) for query in queries(next(batches))]
     assert sorted(Counter(seen).values()) == [2] * 16
+
+
+def test_an_answer_that_somebody_aborts_is_no_answer(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    slow(engine, HOUR)
+    waiting = in_thread(lambda: next(iter(collect())))
+    until(lambda: submitted(engine))
+    engine.abort([request.request_id for request in submitted(engine)])
+    with pytest.raises(EngineError, match=r"request '.*' was aborted") as caught:
+        waiting.result(60)
+    assert len(caught.value.partial) == 1  # type: ignore[attr-defined]
 
 
 # -- buffers, pauses, ends --------------------------------------------------------------------------------------------
@@ -292,26 +261,6 @@ def test_nothing_begins_during_a_pause(collect: Collect, engine: FakeAsyncVLLM, 
         assert len(submitted(engine)) == asked
     for _ in range(3):
         next(batches)
-
-
-def test_ctrl_c_leaves_it_running(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import Future
-
-    collector = collect(groups_per_batch=2, order="fifo")
-    batches = iter(collector)
-    next(batches)
-    result, here = Future.result, threading.current_thread()
-
-    def interrupted(self: Any, timeout: float | None = None) -> Any:
-        if threading.current_thread() is not here:  # engines of other tests work in theirs
-            return result(self, timeout)
-        monkeypatch.setattr(Future, "result", result)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Future, "result", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(batches)
-    assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 
-from support.collecting import Questions, chat, plain, policy_of, queries
+from support.collecting import Questions, chat, policy_of, queries
 from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, ray_collectors
 from torchrl_moe.collectors.ray_collectors import CollectorHost, actor_options
-from torchrl_moe.data.packed import pack, unpack
+from torchrl_moe.data.packed import unpack
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -65,14 +65,6 @@ def test_pauses_are_left_in_turn(host: CollectorHost) -> None:
     host.end_pause()
     host.end_pause()
     assert host._made._rollouts.pauses == 1
-
-
-def test_a_collected_batch_comes_back(collect: Callable[..., AsyncLLMCollector]) -> None:
-    batch: Any = next(iter(collect()))
-    found = unpack(pack(batch))
-    assert type(found) is type(batch)
-    assert type(found[0]["routed_experts"]) is type(batch[0]["routed_experts"])
-    assert list(map(plain, found.unbind(0))) == list(map(plain, batch.unbind(0)))
 
 
 # -- arguments and places ---------------------------------------------------------------------------------------------

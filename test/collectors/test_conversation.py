@@ -135,19 +135,6 @@ def test_a_prompt_of_another_kind_is_refused(engine: FakeAsyncVLLM, mode: Any, p
         talk(policy_of(engine, input_mode=mode), lambda one: one.ask(prompt, **tools))
 
 
-def test_a_turn_sends_the_ids_of_the_earlier_and_keeps_what_is_known_of_them(engine: FakeAsyncVLLM) -> None:
-    """The weights change between the turns, so each of these values would be another one if it were made again."""
-    _, (first, second) = talk(history_policy(engine), twice(engine, "one"))
-    had = len(first["tokens", "full"])
-    assert torch.equal(second["tokens", "prompt"][:had], first["tokens", "full"])
-    response = slice(had - 6, had)
-    assert second["policy_versions", "full"][response].tolist() == [0] * 6
-    assert second["policy_versions", "full"][-6:].tolist() == [1] * 6
-    assert torch.equal(second["log_probs", "full"][response], first["log_probs", "response"])
-    assert torch.equal(second["routed_experts", "full"][: had - 1], first["routed_experts", "full"][:-1])
-    assert (second["routed_experts", "full"][had - 1, 1:] != -1).all()
-
-
 def test_a_turn_at_another_temperature_is_refused(engine: FakeAsyncVLLM) -> None:
     async def script(conversation: Conversation) -> None:
         first = await conversation.ask("one", temperature=0.5)
@@ -166,7 +153,10 @@ def test_ids_that_continue_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
 
 
 def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:
-    """A tree: two turns continue from the first answer, then a new chat."""
+    """A tree: two turns continue from the first answer, then a new chat.
+
+    The weights change before each, so each value of an earlier turn would be another one if it were made again.
+    """
 
     async def script(conversation: Conversation) -> list[TensorDictBase]:
         root = await conversation.ask("one")
@@ -175,11 +165,18 @@ def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine:
         engine.replicas[0].version = 2
         return [root, left, await conversation.ask(followed(root, "right")), await conversation.ask("two")]
 
-    _, answers = talk(history_policy(engine), script)
-    known = [sorted(set(answer["policy_versions", "full"].tolist())) for answer in answers]
-    assert known == [[-1, 0], [-1, 0, 1], [-1, 0, 2], [-1, 2]]
-    assert torch.equal(answers[2]["log_probs", "full"][: len(answers[0]["tokens", "full"])][-6:],
-                       answers[0]["log_probs", "response"])  # fmt: skip
+    _, (root, *turns, new) = talk(history_policy(engine), script)
+    had = len(root["tokens", "full"])
+    response = slice(had - 6, had)
+    for version, turn in enumerate(turns, 1):
+        assert torch.equal(turn["tokens", "prompt"][:had], root["tokens", "full"])
+        assert turn["policy_versions", "full"][response].tolist() == [0] * 6
+        assert turn["policy_versions", "full"][-6:].tolist() == [version] * 6
+        assert (turn["policy_versions", "full"] == version).sum() == 6
+        assert torch.equal(turn["log_probs", "full"][response], root["log_probs", "response"])
+        assert torch.equal(turn["routed_experts", "full"][: had - 1], root["routed_experts", "full"][:-1])
+        assert (turn["routed_experts", "full"][had - 1, 1:] != -1).all()
+    assert set(new["policy_versions", "full"].tolist()) == {-1, 2}
 
 
 def test_rows_are_laid_out_as_those_of_an_environment(engine: FakeAsyncVLLM) -> None:

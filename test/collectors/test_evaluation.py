@@ -26,12 +26,15 @@ from torchrl_moe.testing import FakeAsyncVLLM
 REPLICAS = 1
 
 
-def test_each_prompt_is_answered_once_in_the_order_of_the_data(engine: FakeAsyncVLLM) -> None:
-    rows = evaluate(policy_of(engine), chat(1, reward=lambda query: float(query[1:])), 5, Questions(9))
+def test_each_prompt_is_answered_once_in_the_order_of_the_data_and_as_is_asked_for(engine: FakeAsyncVLLM) -> None:
+    env = chat(1, reward=lambda query: float(query[1:]))
+    rows = evaluate(policy_of(engine), env, 5, Questions(9), temperature=0.0, max_new_tokens=2)
     assert queries(rows) == ["q0", "q1", "q2", "q3", "q4"]
     assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4]
     assert "routed_experts" not in rows.keys()  # noqa: SIM118
-    assert {request.priority for request in engine.replicas[0].submitted} == {-1 << 30}
+    asked = engine.replicas[0].submitted
+    assert {request.priority for request in asked} == {-1 << 30}
+    assert {(request.param("temperature"), request.param("max_tokens")) for request in asked} == {(0.0, 2)}
 
 
 def test_the_last_turn_is_returned_and_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
@@ -84,12 +87,6 @@ def test_an_environment_can_be_used_again_and_those_that_were_made_are_closed(en
     evaluate(policy, make, 2, Questions())
     assert len(made) > 1
     assert {id(one) for one in closed} == {id(one) for one in made[1:]}
-
-
-def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
-    evaluate(policy_of(engine), chat(1), 1, Questions(), temperature=0.0, max_new_tokens=2)
-    (request,) = engine.replicas[0].submitted
-    assert (request.param("temperature"), request.param("max_tokens")) == (0.0, 2)
 
 
 def test_a_collection_continues_beside_it(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:

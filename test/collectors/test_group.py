@@ -21,47 +21,36 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
-def turn_of(*versions: list[int]) -> TensorDictBase:
-    """One turn of as many samples; -1 is of the prompt."""
-    made = [[version for version in one if version >= 0] for one in versions]
-    return lazy_stack(
-        [
-            TensorDict(
-                policy_versions=TensorDict(full=torch.tensor(full)),
-                tokens=TensorDict(response=torch.zeros(len(one))),
-                policy_version=torch.tensor(min(one, default=-1)),
-            )
-            for full, one in zip(versions, made, strict=True)
-        ]
+def turn_of(*full: int) -> TensorDictBase:
+    """A turn, by the versions of its tokens; -1 is of the prompt."""
+    made = [version for version in full if version >= 0]
+    row = TensorDict(
+        policy_versions=TensorDict(full=torch.tensor(full)),
+        tokens=TensorDict(response=torch.zeros(len(made))),
+        policy_version=torch.tensor(min(made, default=-1)),
     )
+    return lazy_stack([row])
 
 
-def completed(*samples: list[TensorDictBase], only_last: bool = False, **kwargs: bool) -> tuple[Group, TensorDictBase]:
-    """A group, begun at version 9, of the turns of its samples; and its rows."""
+def completed(*turns: TensorDictBase, only_last: bool = False) -> tuple[Group, TensorDictBase]:
+    """A group, begun at version 9, of the turns of its sample; and its rows."""
     one = Group(7, Prompt(0, TensorDict()), begun_version=9)
-    one.complete(list(samples), only_last=only_last, **kwargs)
+    one.complete([list(turns)], only_last=only_last)
     assert one.rows is not None
     return one, one.rows
 
 
-def test_samples_of_one_environment_are_taken_apart_and_versions_stand_where_torchrls_scripts_look() -> None:
-    turns = [turn_of([3], [4]), turn_of([5], [6])]
-    assert completed(turns)[1]["policy_version"].tolist() == [3, 5, 4, 6]
-    _, rows = completed(turns, only_last=True, version_in_next=True)  # if asked for
-    assert rows["next", "policy_version"].tolist() == rows["policy_version"].tolist() == [5, 6]
-
-
 def test_the_age_counts_turns_that_are_not_kept() -> None:
-    one, rows = completed([turn_of([3, 3]), turn_of([5])], only_last=True)
+    one, rows = completed(turn_of(3, 3), turn_of(5), only_last=True)
     assert (rows["policy_version"].tolist(), one.oldest, one.tokens) == ([5], 3, 3)
 
 
 def test_a_group_without_a_token_is_as_old_as_its_beginning() -> None:
-    assert completed([turn_of([-1])])[0].oldest == 9
+    assert completed(turn_of(-1))[0].oldest == 9
 
 
 def test_a_restored_group_is_as_old_as_it_was_and_apart_from_the_trainers_rows() -> None:
-    one, rows = completed([turn_of([3, 3])])
+    one, rows = completed(turn_of(3, 3))
     state = one.state_dict(version=5)
     rows[0].set("advantage", torch.ones(1))
     again = Group.from_state(8, state, version=20)

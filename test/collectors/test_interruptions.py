@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from support.collecting import Questions, chat, new_weights, policy_of, queries
+from support.interrupts import Interrupt
 from support.processes import exit_code_of
 from support.services import submitted
 from support.waiting import HOUR, in_thread, until
@@ -25,26 +27,9 @@ Collect = Callable[..., AsyncLLMCollector]
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2, layout=None) as engine:
-        yield engine
-
-
-@pytest.fixture
-def collect(engine: FakeAsyncVLLM) -> Iterator[Collect]:
-    """Makes collectors of two groups of 2 a batch, in order, and shuts down those that are still there."""
-    made: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
-
-    def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
-        common = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, "groups_per_batch": 2}
-        kwargs = {**common, "order": "fifo", **kwargs}
-        collector = AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs)
-        made.add(collector)
-        return collector
-
-    yield make
-    for collector in list(made):
-        collector.shutdown()
+def collect(collect: Collect) -> Collect:
+    """Makes collectors of two groups of 2 a batch, in order."""
+    return partial(collect, groups_per_batch=2, order="fifo")
 
 
 def prompts(batch: Any) -> list[str]:
@@ -58,32 +43,24 @@ def waiting(state: dict[str, Any]) -> list[str]:
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
-def interrupted(collector: AsyncLLMCollector, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
-    """Have a Ctrl-C come while the first batch is waited for."""
+
+
+def test_a_batch_that_a_ctrl_c_kept_from_the_trainer_is_in_the_state_and_comes_next(
+    collect: Collect, engine: FakeAsyncVLLM, interrupt: Interrupt
+) -> None:
+    collector, after = collect(max_staleness=0), collect()
     engine.pause()
     interrupt(lambda: len(submitted(engine)) == 4)
     with pytest.raises(KeyboardInterrupt):
         collector.next()
     engine.resume()
-
-
-def test_a_batch_that_a_ctrl_c_kept_from_the_trainer_is_in_the_state(
-    collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]
-) -> None:
-    collector, after = collect(max_staleness=0), collect()
-    interrupted(collector, engine, interrupt)
     until(lambda: "inference/staleness_max" in collector.stats())  # the batch is made
     state = collector.state_dict()
     assert (state["frames"], waiting(state)) == (0, ["q0", "q1"])
     after.load_state_dict(state)
-    assert prompts(next(iter(after))) == prompts(next(iter(collector))) == ["q0", "q1"]
+    assert prompts(next(iter(after))) == prompts(collector.next()) == ["q0", "q1"]
     assert waiting(collector.state_dict()) == []
-
-
-def test_next_continues_after_a_ctrl_c(collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
-    collector = collect(max_staleness=0)
-    interrupted(collector, engine, interrupt)
-    assert [prompts(collector.next()) for _ in range(2)] == [["q0", "q1"], ["q2", "q3"]]
+    assert prompts(next(iter(collector))) == ["q2", "q3"]
 
 
 def test_a_batch_that_its_postproc_fails_at_is_in_the_state_and_the_error_is_raised_again(collect: Collect) -> None:
@@ -177,9 +154,9 @@ def test_an_engine_that_was_shut_down_uses_up_no_prompts(collect: Collect, engin
     assert collector.stats()["collector/failures"] <= 6  # those in line as it ended
 
 
-def test_one_that_was_forgotten_leaves_no_thread(collect: Collect, engine: FakeAsyncVLLM) -> None:
+def test_one_that_was_forgotten_leaves_no_thread(engine: FakeAsyncVLLM) -> None:
     before = set(threading.enumerate())
-    collector = collect()
+    collector = AsyncLLMCollector(chat(2), policy=policy_of(engine), dataloader=Questions(), group_size=2)
     next(iter(collector))
     assert {thread.name for thread in set(threading.enumerate()) - before} >= {"torchrl_moe-collector"}
     reference = weakref.ref(collector)

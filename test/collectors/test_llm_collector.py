@@ -269,7 +269,8 @@ def test_a_state_that_a_hook_saves_has_the_batch_which_the_trainer_has_not_yet(e
 
 
 def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncVLLM) -> None:
-    collector = collector_of(engine)
+    collector = LLMCollector(env_of, policy_factory=lambda: policy_of(engine), dialog_turns_per_batch=4)
+    assert collector.get_policy_model() is engine
     with collector.pause():
         for ask in (collector.iterator().__next__, iter(collector).__next__, collector.next):
             with pytest.raises(RuntimeError, match="the collector is paused"):
@@ -429,16 +430,3 @@ def test_a_pool_of_environments_has_no_place_for_versions_as_in_torchrl(engine: 
     with pytest.raises(ValueError, match="track_policy_version=True: TorchRL's AsyncEnvPool takes no transform"):
         LLMCollector(pool, policy=policy_of(engine), dialog_turns_per_batch=4, track_policy_version=True)
     pool.close()
-
-
-def test_versions_are_the_engines(engine: FakeAsyncVLLM) -> None:
-    for index in range(2):
-        engine.replica_table.set_version(index, 5)
-        engine.replicas[index].version = 5  # type: ignore[attr-defined]
-    collector = LLMCollector(
-        env_of, policy_factory=lambda: policy_of(engine), dialog_turns_per_batch=4, track_policy_version=True
-    )
-    assert collector.policy_version == collector.get_policy_version() == 5
-    batch = next(iter(collector))
-    assert batch["policy_version"].flatten().tolist() == batch["next", "policy_version"].flatten().tolist() == [5] * 4
-    assert collector.get_policy_model() is engine

@@ -302,9 +302,6 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     collector.shutdown()
 
 
-# -- collection progress ----------------------------------------------------------------------------------------------
-
-
 # -- sample reader ----------------------------------------------------------------------------------------------------
 READER = SampleReader(SimpleNamespace(tokenizer=TOKENIZER))
 SAID = {"version": "3 to 5", "segments": "2", "finish_reason": "stop"}

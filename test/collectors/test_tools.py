@@ -111,18 +111,6 @@ def test_an_interpreters_variables_are_its_samples_own(collect: Collect) -> None
     assert interpreters.running() == []
 
 
-def test_what_a_tool_said_is_in_the_next_prompt_after_the_ids_of_the_turn(collect: Collect) -> None:
-    for first, last in turns(next(iter(collect(Interpreters(), counting)))):
-        had = first["tokens", "full"]
-        assert torch.equal(last["tokens", "prompt"][: len(had)], had)
-        added = TOKENIZER.decode(last["tokens", "prompt"][len(had) :])
-        assert added == f"\n<|im_start|>tool\n{tool_output(first)[0]}<|im_end|>\n<|im_start|>assistant\n"
-        assert torch.equal(last["log_probs", "full"][: len(had)][-4:], first["log_probs", "response"][-4:])
-        # the row of the first turn ends with its answer: the tool came after it
-        assert first["history"].full.role == ["user", "assistant"]
-        assert first["history"].response.content == [counting(TOKENIZER.decode(first["tokens", "prompt"]))]
-
-
 def test_an_interpreter_that_dies_costs_its_samples_answer_only(collect: Collect) -> None:
     """The process of each sample of ``q0`` ends itself; the tool says so, and the next sample has a new one."""
 
@@ -211,6 +199,15 @@ def test_tools_without_state_may_be_shared(collect: Collect, shares_one: bool) -
             ("1", "A", "succeeded"), ("2", "", "succeeded"), ("3", "", "failed")
         ]  # fmt: skip
         assert re.findall(r'"is": (\d+)', said) == [str(2 * number), "200"]
+        # the row of the first turn ends with its answer: the tool came after it
+        assert first["history"].full.role == ["user", "assistant"]
+        assert first["history"].response.content == [calling(TOKENIZER.decode(first["tokens", "prompt"]))]
+        # the next prompt is the ids of the turn, and what the tool said
+        had = first["tokens", "full"]
+        assert torch.equal(last["tokens", "prompt"][: len(had)], had)
+        added = TOKENIZER.decode(last["tokens", "prompt"][len(had) :])
+        assert added == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
+        assert torch.equal(last["log_probs", "full"][: len(had)][-4:], first["log_probs", "response"][-4:])
         assert last["history"].prompt.content[-1] == said
         assert (last["history"].response.content, tool_output(last)) == (["It is </tool_results>"], [])
     asked = Counter(int(query[1:]) for query in queries(batch)[::TURNS])

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.data.llm import History
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.waiting import PATIENCE, in_thread, until
@@ -24,10 +22,9 @@ from torchrl_moe.collectors import AsyncLLMCollector, environments, workflow
 from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.workflow import Ask, Workflow, is_episode_function
-from torchrl_moe.errors import CollectionError, CollectionStalledError
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
-from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.trainers.samples import PromptEpisode, Rewards
 
@@ -59,13 +56,6 @@ def hold(engine: FakeAsyncVLLM) -> None:
     """Let answers take a minute a token."""
     for replica in engine.replicas:
         replica.token_seconds = 60.0
-
-
-async def two_turns(data: TensorDictBase, ask: Ask) -> float:
-    answer = await ask(data["query"])
-    await asyncio.sleep(0)  # a tool
-    await ask(answer["history"].full.append(History(role="tool", content="42"), inplace=False, dim=-1))
-    return 1.0
 
 
 def play(
@@ -159,15 +149,11 @@ def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Collect) -
     def generated(completion: str) -> float:
         return exec("import sys; sys.exit(3)") or 0.0
 
-    collector = collect(PromptEpisode("query", Rewards(generated), TOKENIZER))
-    with pytest.raises(RuntimeError, match=r"the reward function 'generated' raised SystemExit\(3\)"):
-        soon(lambda: next(iter(collector)))
-    with pytest.raises(RuntimeError, match="'generated' raised"):
-        soon(
-            lambda: collector.evaluate(
-                PromptEpisode("query", Rewards(generated), TOKENIZER), 1, dataloader=Questions(1)
-            )
-        )
+    episode = PromptEpisode("query", Rewards(generated), TOKENIZER)
+    collector = collect(episode)
+    for ask in (lambda: next(iter(collector)), lambda: collector.evaluate(episode, 1, dataloader=Questions(1))):
+        with pytest.raises(RuntimeError, match=r"the reward function 'generated' raised SystemExit\(3\)"):
+            soon(ask)
 
 
 @pytest.mark.parametrize("where", ["reward", "thread of an episode"])
@@ -181,12 +167,12 @@ def test_calls_that_hang_cost_threads_and_not_the_others(
 
     def slow(query: str) -> float:
         if hangs.is_set() or int(query[1:]) % 6 == 0:
-            released.wait(60)
+            released.wait()  # a shutdown that waited for it would not return either
         return 1.0
 
     in_episode = then(lambda query: asyncio.to_thread(slow, query))
     played = PromptEpisode("query", Rewards(slow), TOKENIZER) if where == "reward" else in_episode
-    batches = iter(collect(played, groups_per_batch=2, max_failures=100, reward_timeout=0.3, max_staleness=0))
+    batches = iter(collect(played, groups_per_batch=2, max_failures=100, reward_timeout=1.0, max_staleness=0))
     try:
         seen = soon(lambda: [query for _ in range(8) for query in queries(next(batches))])  # past q0, q6 and q12
         assert all(int(query[1:]) % 6 for query in seen)
@@ -219,17 +205,6 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
 
 
 # -- in a collector ---------------------------------------------------------------------------------------------------
-
-
-def test_the_answers_are_those_of_an_environment(collect: Collect) -> None:
-    """Bit for bit: the same ids go to the engine."""
-    for ours, theirs in ((one_turn, lambda: chat(1)), (one_turn, chat(2))):
-        pair = [next(iter(collect(env, groups_per_batch=2, max_staleness=0))) for env in (ours, theirs)]
-        assert queries(pair[0]) == queries(pair[1])
-        for one, other in zip(pair[0].unbind(0), pair[1].unbind(0), strict=True):
-            for key in (("tokens", "full"), ("log_probs", "response"), ("routed_experts", "full"), ("text", "full")):
-                assert str(one[key]) == str(other[key])
-                assert not isinstance(one[key], torch.Tensor) or torch.equal(one[key], other[key])
 
 
 def test_samples_wait_for_their_tools_side_by_side(collect: Collect) -> None:
@@ -282,26 +257,6 @@ def test_a_sample_without_a_reward_is_left_out(collect: Collect, engine: FakeAsy
     assert queries(evaluate(policy_of(engine), odd, 4, Questions(9))) == ["q1", "q3"]
     with pytest.raises(ValueError, match="none of 1 answers has a reward"):
         evaluate(policy_of(engine), odd, 1, Questions(9))
-
-
-def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(collect: Collect) -> None:
-    """One sample of each group is rewarded with 1, the other with 0: mean 0.5, standard deviation sqrt(0.5)."""
-    plays: Counter[str] = Counter()
-
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        plays[data["query"]] += 1
-        reward = plays[data["query"]] - 1.0
-        await two_turns(data, ask)
-        return reward
-
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=GRPOAdvantage(), batch_size=8)
-    collector = collect(episode, groups_per_batch=2, replay_buffer=buffer)
-    assert next(iter(collector)) is None
-    rows = buffer[:]
-    assert rows.batch_size == (8,)
-    for first, last in zip(rows[::2].unbind(0), rows[1::2].unbind(0), strict=True):
-        expected = (float(last["next", "reward"]) - 0.5) / 0.5**0.5
-        assert float(first["advantage"]) == float(last["advantage"]) == pytest.approx(expected)
 
 
 def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(collect: Collect) -> None:
@@ -405,9 +360,6 @@ def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> 
 
 
 # -- its time ---------------------------------------------------------------------------------------------------------
-def test_what_hangs_without_a_limit_is_found(collect: Collect) -> None:
-    with pytest.raises(CollectionStalledError, match="3 groups are running"):
-        next(iter(collect(then(for_ever), heartbeat_timeout=0.5)))
 
 
 def test_the_time_in_which_answers_are_generated_does_not_count(engine: FakeAsyncVLLM) -> None:

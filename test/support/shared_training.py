@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,18 @@ def grouped_batch() -> TensorDictBase:
     return batch
 
 
-def settings(folder: Path, change: Callable[[GRPOConfig], object] = lambda config: None) -> GRPOConfig:
+def settings(folder: Path, changes: Mapping[str, Any] | None = None) -> GRPOConfig:
     config = GRPOConfig(steps=4, rollout=RolloutConfig(prompts_per_step=4, group_size=2))
     config.model.source = str(folder)
     config.optim = OptimConfig(lr=1e-2, max_grad_norm=None)
-    change(config)
+    return changed(config, changes or {})
+
+
+def changed(config: GRPOConfig, changes: Mapping[str, Any]) -> GRPOConfig:
+    """The same configuration, with other values by dotted names."""
+    for name, value in changes.items():
+        group, _, key = name.rpartition(".")
+        setattr(config.get(group) if group else config, key, copy.deepcopy(value))
     return config
 
 

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
+from support.shared_training import changed as with_changes
 from support.values import VALUES
 from torchrl_moe import objectives
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
@@ -25,24 +26,12 @@ from torchrl_moe.trainers.config import (
     LoRAConfig,
     OptimConfig,
     Settings,
-    as_dict,
     as_yaml,
 )
 
 
 def changed(name: str, value: Any) -> GRPOConfig:
-    config = GRPOConfig()
-    *groups, last = name.split(".")
-    target: Any = config
-    for group in groups:
-        target = getattr(target, group)
-    setattr(target, last, value)
-    return config
-
-
-def test_the_defaults_can_be_meant() -> None:
-    GRPOConfig().check()
-    changed("model.lora", LoRAConfig(rank=8)).check()
+    return with_changes(GRPOConfig(), {name: value})
 
 
 INF, NAN = math.inf, math.nan
@@ -70,6 +59,7 @@ WRONG: dict[str, list[Any]] = {
     "log.arguments": [{"wandb": {}}, {"tensorboard": {"x": 1}}],
     "optim.weight_decay": [2e6],  # times the learning rate
     "seed": [2**70],
+    "parity": ["near"],
     "steps": [2**20000],
     "model.arguments": [{"size": 2**20000}],
     "optim": [3],
@@ -107,12 +97,6 @@ def test_an_engine_that_sleeps_while_the_trainer_trains_generates_nothing_beside
     config.rollout.max_staleness, config.engine.kind = 0, "transformers"
     with pytest.raises(ConfigError, match=r"engine\.sleep=True needs engine\.kind=vllm"):
         config.check()
-
-
-def test_it_becomes_plain_data_and_names_lead_to_values() -> None:
-    config = changed("model.lora", LoRAConfig(rank=3))
-    assert as_dict(config)["model"]["lora"] == {"rank": 3, "alpha": 32.0, "target": "attention"}
-    assert config.get("model.lora.rank") == 3
 
 
 # -- every setting, every kind of value -------------------------------------------------------------------------------
@@ -191,18 +175,23 @@ def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert found == tuple(str(tmp_path / name) for name in ("run", "model", "rows.jsonl"))
 
 
-def test_a_setting_that_is_none_names_the_nearest() -> None:
-    with pytest.raises(AttributeError, match=r"there is no setting stepps: did you mean steps\?"):
-        GRPOConfig(stepps=3)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match=r"there is no setting model.lora.rnak: did you mean rank\?"):
-        GRPOConfig().model.lora.rnak = 2  # type: ignore[attr-defined]
-
-
-def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.config")
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ImportError, match=r"configurations need PyYAML: pip install 'torchrl_moe\[train\]'"):
-        importlib.import_module("torchrl_moe.trainers.config")
+@pytest.mark.parametrize(
+    ("name", "missing", "message"),
+    [
+        ("config", "yaml", "configurations need PyYAML"),
+        ("compose", "hydra", "configurations need Hydra"),
+        ("plan", "rich.table", "the trainer's tables need rich"),
+        ("run_record", "rich.table", "the trainer's tables need rich"),
+    ],
+)
+def test_without_what_an_extra_brings_the_extra_is_named(
+    name: str, missing: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("plan", name):
+        monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"{message}: pip install 'torchrl_moe\[train\]'"):
+        importlib.import_module(f"torchrl_moe.trainers.{name}")
 
 
 def test_a_link_of_ones_own_is_added_to_the_others() -> None:

@@ -70,8 +70,3 @@ def test_settings_that_rule_it_out_are_refused(change: dict[str, Any], said: str
         given[group] = {**given.get(group, {}), **values}
     with pytest.raises(ConfigError, match=f"parity=exact {re.escape(said)}"):
         GRPOConfig(parity="exact", **given).check()
-
-
-def test_there_is_one_kind_of_parity() -> None:
-    with pytest.raises(ConfigError, match="parity=near must be one of off, exact"):
-        GRPOConfig(parity="near").check()

@@ -86,17 +86,11 @@ def learner_of(target: str = "", checkpointing: bool = False, replay: str = "R3"
 
 
 def batch_of(learner: Learner) -> TensorDictBase:
-    rows = []
-    for place, (prompt, answer) in enumerate(SHAPES):
-        total = prompt + answer
-        row = byte_row(prompt, answer, place)
-        sampled = -4.0 - torch.rand(total, generator=torch.Generator().manual_seed(100 + place))
-        row["log_probs"] = {"full": sampled.masked_fill(~row["masks"]["all_assistant_mask"], math.nan)}
+    """Answers with advantages that differ, one of which is 0."""
+    batch = rollouts_of(learner.actor)
+    for place, row in enumerate(batch.unbind(0)):
         row["advantage"] = torch.tensor([[1.0 - place]])
-        if learner.actor.router_replay is not None:
-            row["routed_experts"] = {"full": random_routes(learner.actor.router_replay, 1, total, seed=place)[0]}
-        rows.append(TensorDict(row))
-    return lazy_stack(rows)
+    return batch
 
 
 def gradients(learner: Learner) -> dict[str, Tensor]:
@@ -184,12 +178,13 @@ def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_whole(target: str) 
 def test_layers_are_computed_again_in_the_backward_pass() -> None:
     def calls(checkpointing: bool) -> tuple[int, int]:
         learner = learner_of(checkpointing=checkpointing)
+        batch = batch_of(learner)
         with torch.no_grad():
-            learner.loss(batch_of(learner))  # the first pass asks the model what it can do, by passes of its own
+            learner.loss(batch)  # the first pass asks the model what it can do, by passes of its own
         count = [0]
         layer: Any = learner.actor.model.model.layers[1].self_attn  # type: ignore[union-attr]
         layer.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
-        loss = learner.loss(batch_of(learner)).loss_objective
+        loss = learner.loss(batch).loss_objective
         forward = count[0]
         loss.backward()
         return forward, count[0]
@@ -254,14 +249,6 @@ def test_one_that_is_not_finite_anywhere_is_nobodys(mine: float, theirs: float) 
     assert math.isnan(mine) or grads(own) == [[mine]]
 
 
-def test_without_a_limit_all_is_one_part() -> None:
-    assert micro_batches([3, 9, 4], None) == [[0, 1, 2]]
-    assert micro_batches([], None) == [] == micro_batches([], 5)
-    assert micro_batches([], None, 2) == micro_batches([], 4, 2) == [[], []]
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        micro_batches([1], 0)
-
-
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
 def test_each_sample_is_in_one_part_and_no_part_of_several_is_too_large(lengths: list[int], limit: int) -> None:
     parts = micro_batches(lengths, limit)
@@ -271,11 +258,19 @@ def test_each_sample_is_in_one_part_and_no_part_of_several_is_too_large(lengths:
 
 
 @pytest.mark.parametrize(
-    ("at_least", "parts"),
-    [(2, [[1, 3], [0, 2]]), (3, [[1], [3], [0, 2]]), (4, [[1], [3], [0], [2]]), (6, [[1], [3], [0], [2], [], []])],
-)
-def test_more_parts_than_memory_needs(at_least: int, parts: list[list[int]]) -> None:
-    assert micro_batches([5, 9, 4, 8], 18, at_least) == parts
+    ("lengths", "limit", "at_least", "parts"),
+    [
+        ([3, 9, 4], None, 0, [[0, 1, 2]]), ([], None, 0, []), ([], 5, 0, []),
+        # more than memory needs
+        ([], None, 2, [[], []]), ([], 4, 2, [[], []]),
+        ([5, 9, 4, 8], 18, 2, [[1, 3], [0, 2]]), ([5, 9, 4, 8], 18, 3, [[1], [3], [0, 2]]),
+        ([5, 9, 4, 8], 18, 4, [[1], [3], [0], [2]]), ([5, 9, 4, 8], 18, 6, [[1], [3], [0], [2], [], []]),
+    ],
+)  # fmt: skip
+def test_parts(lengths: list[int], limit: int | None, at_least: int, parts: list[list[int]]) -> None:
+    assert micro_batches(lengths, limit, at_least) == parts
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        micro_batches([1], 0)
 
 
 class ThreeParts(Ranks):
@@ -300,12 +295,9 @@ def epoch(count: int, samples: int, ranks: Ranks | None = None) -> list[list[int
     return [part["sample"].tolist() for part in minibatches(numbered(samples), count, ranks)]
 
 
-def test_one_minibatch_is_the_batch_as_it_is_and_there_are_no_more_than_samples() -> None:
-    assert epoch(1, 5) == [[0, 1, 2, 3, 4]]
-    assert sorted(epoch(4, 2)) == [[0], [1]]
-
-
 def test_each_epoch_has_every_sample_once_in_another_order() -> None:
+    assert epoch(1, 5) == [[0, 1, 2, 3, 4]]
+    assert sorted(epoch(4, 2)) == [[0], [1]]  # no more parts than samples
     torch.manual_seed(0)
     first, second = epoch(3, 7), epoch(3, 7)
     for found in (first, second):
@@ -437,23 +429,18 @@ def test_a_gradient_is_scaled_down_to_its_greatest_norm() -> None:
     assert (loss.actor_network.logits.detach() - before).norm().item() == pytest.approx(0.5e-3, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_are_not_finite_are_skipped_and_too_many_in_a_row_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loss = GRPOLoss(BigramActor(), entropy_bonus=False)
-    stepper = stepper_of(loss)
-    before = loss.actor_network.logits.detach().clone()
-    handle = loss.actor_network.logits.register_hook(lambda grad: grad * float("inf"))
+    weight = loss.actor_network.logits
+    stepper, before = stepper_of(loss, max_bad_steps=2), weight.detach().clone()
+    factors = iter((math.inf, 1.0, math.inf, math.nan))
+    weight.register_hook(lambda grad: grad * next(factors))
     stepper.step(ragged(samples(SIX_SHAPES)))
-    handle.remove()
-    assert torch.equal(loss.actor_network.logits, before) and (stepper.skipped, stepper.lr) == (1, 0.5)
-    assert "the step is skipped, 1 so far" in caplog.text and loss.actor_network.logits.grad is None
-
-
-def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
-    loss = GRPOLoss(BigramActor(), entropy_bonus=False)
-    stepper = stepper_of(loss, max_bad_steps=2)
-    factors = iter((math.nan, 1.0, math.inf, math.nan))
-    loss.actor_network.logits.register_hook(lambda grad: grad * next(factors))
-    for _ in range(3):
+    assert torch.equal(weight, before) and (stepper.skipped, stepper.lr) == (1, 0.5) and weight.grad is None
+    assert "the step is skipped, 1 so far" in caplog.text
+    for _ in range(2):
         stepper.step(ragged(samples(SIX_SHAPES)))
     with pytest.raises(DivergedError, match=r"optim\.max_bad_steps=2 gradients in a row are not finite"):
         stepper.step(ragged(samples(SIX_SHAPES)))
@@ -658,9 +645,6 @@ def test_a_second_engine_scores_the_reference(monkeypatch: pytest.MonkeyPatch) -
         engine.generate("after the end", use_tqdm=False)
 
 
-"""Tokens of prompt and answer."""
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the forward passes."""
@@ -680,7 +664,7 @@ def actor_of(replay: Any = "R3") -> TransformersWrapper:
 
 
 def rollouts_of(actor: TransformersWrapper, shift: float = 0.1) -> TensorDictBase:
-    """Rollouts with experts of their own, and log-probs of an engine that is off by up to ``shift``."""
+    """Rollouts with experts of their own if the actor replays, and log-probs of an engine off by up to ``shift``."""
     rows = []
     for place, (prompt, answer) in enumerate(SHAPES):
         total = prompt + answer
@@ -817,6 +801,8 @@ def test_proximal_log_probs_are_those_of_the_policy_and_the_loss_reads_them() ->
     assert scores(batch, 2, False) == {}
     for row, expected in zip(batch.unbind(0), by_hand(actor, list(batch.unbind(0))), strict=True):
         torch.testing.assert_close(row["prox", "full"], expected, atol=1e-5, rtol=0)
+        assert not row["prox", "full"].requires_grad
+    assert all(weight.grad is None for weight in actor.model.parameters())
     out = scores.loss(batch)
     assert float(out.kl_approx) != 0.0  # to the engine
     assert float(out.loss_objective) == pytest.approx(-1.0, abs=1e-5)  # ratio 1 to itself, advantage 1
@@ -875,12 +861,3 @@ def test_forward_passes(calls: list[Any], replay: str, due: bool, loss: dict[str
     calls.clear()
     scores_of(actor, **loss)(batch, 2, due)
     assert calls == [(4, 9)] * passes
-
-
-def test_no_gradient_is_kept(calls: list[Any]) -> None:
-    del calls
-    actor = actor_of()
-    batch = rollouts_of(actor)
-    scores_of(actor, proximal_policy="recomputed")(batch, 2, True)
-    assert not any(row["prox", "full"].requires_grad for row in batch.unbind(0))
-    assert all(weight.grad is None for weight in actor.model.parameters())

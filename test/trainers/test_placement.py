@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,16 @@ from tensordict import TensorDictBase
 from transformers import AutoModelForCausalLM
 
 from support.ranks import run_as_ranks
-from support.shared_training import MODEL, SHARES_IN_ALL_WAYS, grouped_batch, one_step, possible, settings, steps
+from support.shared_training import (
+    MODEL,
+    SHARES_IN_ALL_WAYS,
+    changed,
+    grouped_batch,
+    one_step,
+    possible,
+    settings,
+    steps,
+)
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, whole
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
@@ -26,65 +35,37 @@ from torchrl_moe.trainers.ranks import Placement, check_placement, decoder_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-def in_parts(config: GRPOConfig) -> None:
-    """Shares have other numbers of micro-batches; the gradient is scaled down; all of a layer is computed again."""
-    config.optim.max_tokens, config.optim.max_grad_norm = 14, 0.5
-    config.model.activation_checkpointing = True
+Changes = Mapping[str, Any]
 
 
-def all_terms(config: GRPOConfig) -> None:
-    config.loss.arguments = {
+IN_PARTS: Changes = {
+    "optim.max_tokens": 14, "optim.max_grad_norm": 0.5, "model.activation_checkpointing": True,
+}  # fmt: skip
+"""Shares have other numbers of micro-batches; the gradient is scaled down; all of a layer is computed again."""
+ALL_TERMS: Changes = {
+    "loss.arguments": {
         "proximal_policy": "recomputed", "correction": "tis", "aggregation": "prompt_mean", "kl_to_ref_coeff": 0.1,
         "entropy_bonus": True,
-    }  # fmt: skip
-    config.loss.router = {"load_balancing_coeff": 0.1}
-    config.optim.max_tokens = 14
-
-
-def recorded(config: GRPOConfig) -> None:
-    config.loss.replay = "R2"
-
-
-def kept(config: GRPOConfig) -> None:
-    config.placement.reshard_after_forward = False
-
-
-def adapted(config: GRPOConfig) -> None:
-    config.model.lora.rank, config.model.lora.target = 2, "all"
-    config.loss.arguments = {"kl_to_ref_coeff": 0.1}
-    config.optim.max_tokens = 14
-
-
-def expert_parallel(config: GRPOConfig) -> None:
-    in_parts(config)
-    config.placement.expert_parallel = 2
-
-
-def tensor_parallel(config: GRPOConfig) -> None:
-    config.placement.tensor_parallel, config.optim.max_grad_norm = 2, 0.5
-
-
-def both(config: GRPOConfig) -> None:
-    tensor_parallel(config)
-    config.placement.expert_parallel = 2
-
-
-def replicated(config: GRPOConfig) -> None:
-    in_parts(config)
-    config.placement.replicate = 2
-
-
-def all_three(config: GRPOConfig) -> None:
-    tensor_parallel(config)
-    config.placement.expert_parallel, config.optim.max_tokens = 4, 14
-
-
-Change = Callable[[GRPOConfig], None]
-WAYS: Mapping[str, Change] = {"FSDP2": in_parts, "FSDP2, all terms": all_terms, "FSDP2, adapter": adapted}
-MORE: Mapping[str, Change] = {"FSDP2, R2": recorded, "FSDP2, kept": kept}
-PARALLEL: Mapping[str, Change] = {"EP": expert_parallel, "TP": tensor_parallel, "TP, EP": both}
-WIDE: Mapping[str, Change] = {"HSDP": replicated, "FSDP2, TP, EP": all_three}
+    },
+    "loss.router": {"load_balancing_coeff": 0.1},
+    "optim.max_tokens": 14,
+}  # fmt: skip
+ADAPTED: Changes = {
+    "model.lora.rank": 2, "model.lora.target": "all", "loss.arguments": {"kl_to_ref_coeff": 0.1},
+    "optim.max_tokens": 14,
+}  # fmt: skip
+EXPERTS: Changes = {**IN_PARTS, "placement.expert_parallel": 2}
+LAYERS: Changes = {"placement.tensor_parallel": 2, "optim.max_grad_norm": 0.5}
+COPIES: Changes = {**IN_PARTS, "placement.replicate": 2}
+ALL_THREE: Changes = {**LAYERS, "placement.expert_parallel": 4, "optim.max_tokens": 14}
+WAYS: Mapping[str, Changes] = {"FSDP2": IN_PARTS, "FSDP2, all terms": ALL_TERMS, "FSDP2, adapter": ADAPTED}
+MORE: Mapping[str, Changes] = {
+    "FSDP2, R2": {"loss.replay": "R2"}, "FSDP2, kept": {"placement.reshard_after_forward": False},
+}  # fmt: skip
+PARALLEL: Mapping[str, Changes] = {
+    "EP": EXPERTS, "TP": LAYERS, "TP, EP": {**LAYERS, "placement.expert_parallel": 2},
+}  # fmt: skip
+WIDE: Mapping[str, Changes] = {"HSDP": COPIES, "FSDP2, TP, EP": ALL_THREE}
 """On four ranks."""
 
 
@@ -104,7 +85,7 @@ def alone(config: GRPOConfig, batch: TensorDictBase) -> dict[str, Any]:
     return one_step(config, batch.clone())
 
 
-def compare(folder: Path, batch: TensorDictBase, ways: Mapping[str, Change], world_size: int = 2) -> None:
+def compare(folder: Path, batch: TensorDictBase, ways: Mapping[str, Changes], world_size: int = 2) -> None:
     configs = {name: settings(folder, change) for name, change in ways.items()}
     torch.manual_seed(0)  # rank 0 draws adapters as one process does
     found = run_as_ranks(steps, configs, batch, world_size=world_size)
@@ -146,12 +127,12 @@ def test_four_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (replicated, r"placement\.replicate=2: the installed transformers .* Set it to 1, or use a newer"),
-        (expert_parallel, r"placement\.expert_parallel=2: the installed transformers .* Set it to 1, or use a newer"),
-        (all_three, r"placement\.expert_parallel=4: .* Set it to 1 or tensor_parallel=2, or use a newer"),
+        (COPIES, r"placement\.replicate=2: the installed transformers .* Set it to 1, or use a newer"),
+        (EXPERTS, r"placement\.expert_parallel=2: the installed transformers .* Set it to 1, or use a newer"),
+        (ALL_THREE, r"placement\.expert_parallel=4: .* Set it to 1 or tensor_parallel=2, or use a newer"),
     ],
 )
-def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, change: Change, message: str) -> None:
+def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, change: Changes, message: str) -> None:
     ranks: Any = SimpleNamespace(size=4, rank=0)
     placement = Placement(ranks=ranks, config=settings(folder, change).placement)
     with pytest.raises(ConfigError, match=message):
@@ -159,7 +140,7 @@ def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, c
 
 
 # -- what is loaded and written ---------------------------------------------------------------------------------------
-def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[str, Any]:
+def load_and_save(folder: Path, out: Path, change: Changes, dtype: str) -> dict[str, Any]:
     ranks = join_ranks(60.0)
     config = settings(folder, change)
     config.model.dtype, config.placement.collective_timeout = dtype, 145.0
@@ -179,16 +160,16 @@ def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[s
     return {"share": sum(sizes.values()) / sum(all_sizes.values()), "seconds": seconds}
 
 
-@pytest.mark.parametrize(("change", "dtype"), [(in_parts, "bfloat16"), (adapted, "float32")])
-def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Path, change: Change, dtype: str) -> None:
+@pytest.mark.parametrize(("change", "dtype"), [(IN_PARTS, "bfloat16"), (ADAPTED, "float32")])
+def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Path, change: Changes, dtype: str) -> None:
     found = run_as_ranks(load_and_save, folder, tmp_path / "model", change, dtype)
     assert all(rank["share"] == pytest.approx(0.5, abs=0.02) for rank in found)
     assert all(rank["seconds"] == 145.0 for rank in found)  # of the model's own collectives
     before = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     written = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
-    changed = {name for name in before if not torch.equal(before[name], written[name])}
-    assert before.keys() == written.keys() and bool(changed) == (change is adapted)
-    if change is adapted:
+    moved = {name for name in before if not torch.equal(before[name], written[name])}
+    assert before.keys() == written.keys() and bool(moved) == (change is ADAPTED)
+    if change is ADAPTED:
         exact = checkpoint_tensors(in_one_process(folder).model)
         assert all(torch.equal(tensor, exact[name]) for name, tensor in written.items())
 
@@ -219,7 +200,7 @@ def test_ranks_that_share_the_model_round_no_router(folder: Path) -> None:
         assert rank["dtypes"] == ["torch.float32", "torch.bfloat16"] and rank["gap"] < 1e-5
 
 
-def cast_before_and_after(folder: Path, changes: Mapping[str, Change]) -> dict[str, list[str]]:
+def cast_before_and_after(folder: Path, changes: Mapping[str, Changes]) -> dict[str, list[str]]:
     """The weights for which the order matters, of each way."""
     ranks = join_ranks(60.0)
     found = {}
@@ -249,7 +230,7 @@ def test_a_part_that_is_cast_and_gathered_is_the_whole_that_is_cast(folder: Path
 def in_one_process(folder: Path) -> PolicyModel:
     """With the adapter that rank 0 has drawn."""
     torch.manual_seed(0)
-    policy_model = PolicyModel.load(None, None, settings(folder, adapted).model)
+    policy_model = PolicyModel.load(None, None, settings(folder, ADAPTED).model)
     for name, weight in policy_model.trained.items():
         if "lora_B" in name:
             weight.data.fill_(0.5)
@@ -268,39 +249,31 @@ def test_experts_of_qwen3_30b_a3b_are_placed_by_their_real_names() -> None:
     assert all(weight.shape[0] % 4 == 0 and weight.shape[0] % 8 == 0 for weight in experts.values())
 
 
-def config_of(**changes: Any) -> GRPOConfig:
-    config = GRPOConfig()
-    for name, value in changes.items():
-        group, key = name.rsplit("__", 1)
-        setattr(config.get(group.replace("__", ".")), key, value)
-    return config
-
-
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (1, {"placement__tensor_parallel": 2},
+        (1, {"placement.tensor_parallel": 2},
          r"placement\.tensor_parallel=2 needs several ranks: start it by torchrun"),
-        (1, {"placement__expert_parallel": 2}, r"placement\.expert_parallel=2 needs several ranks"),
-        (1, {"placement__replicate": 2}, r"placement\.replicate=2 needs several ranks"),
-        (1, {"placement__cpu_offload": True}, r"placement\.cpu_offload=True is FSDP2's, which needs several ranks"),
-        (3, {"placement__tensor_parallel": 2}, "3 ranks are no multiple of tensor_parallel=2 times replicate=1"),
-        (4, {"placement__replicate": 4}, r"placement\.replicate=4 leaves 1 rank\(s\) for a copy"),
-        (4, {"placement__replicate": 2, "placement__tensor_parallel": 2}, "leaves 2 rank.* at least 4 are needed"),
-        (4, {"placement__expert_parallel": 3}, r"expert_parallel=3 must be .* divides the 4 ranks of a copy"),
-        (4, {"placement__expert_parallel": 2, "placement__tensor_parallel": 4, "optim__max_tokens": None},
+        (1, {"placement.expert_parallel": 2}, r"placement\.expert_parallel=2 needs several ranks"),
+        (1, {"placement.replicate": 2}, r"placement\.replicate=2 needs several ranks"),
+        (1, {"placement.cpu_offload": True}, r"placement\.cpu_offload=True is FSDP2's, which needs several ranks"),
+        (3, {"placement.tensor_parallel": 2}, "3 ranks are no multiple of tensor_parallel=2 times replicate=1"),
+        (4, {"placement.replicate": 4}, r"placement\.replicate=4 leaves 1 rank\(s\) for a copy"),
+        (4, {"placement.replicate": 2, "placement.tensor_parallel": 2}, "leaves 2 rank.* at least 4 are needed"),
+        (4, {"placement.expert_parallel": 3}, r"expert_parallel=3 must be .* divides the 4 ranks of a copy"),
+        (4, {"placement.expert_parallel": 2, "placement.tensor_parallel": 4, "optim.max_tokens": None},
          r"expert_parallel=2 must be a multiple of tensor_parallel=4"),
-        (4, {"placement__expert_parallel": 4, "placement__replicate": 2}, "divides the 2 ranks of a copy"),
-        (2, {"placement__cpu_offload": True, "placement__tensor_parallel": 2}, "cpu_offload=True is FSDP2's: give it"),
-        (2, {"placement__cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
-        (2, {"placement__expert_parallel": 2, "model__lora__rank": 4}, r"model\.lora\.rank goes with plain FSDP2"),
-        (2, {"placement__tensor_parallel": 2, "optim__max_tokens": 100}, r"needs optim\.max_tokens=null"),
-        (2, {"engine__sync": {"lora": "adapter"}}, r"engine\.sync\.lora=adapter is for one rank"),
-        (2, {"placement__collective_timeout": 120.0}, r"collective_timeout=120 must be above .*timeout_seconds=120"),
-        (2, {"engine__sync": {"timeout_seconds": 600}}, r"collective_timeout=600 must be above .*timeout_seconds=600"),
-        (2, {"engine__sleep": True}, r"engine\.sleep=True is for one GPU"),
+        (4, {"placement.expert_parallel": 4, "placement.replicate": 2}, "divides the 2 ranks of a copy"),
+        (2, {"placement.cpu_offload": True, "placement.tensor_parallel": 2}, "cpu_offload=True is FSDP2's: give it"),
+        (2, {"placement.cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
+        (2, {"placement.expert_parallel": 2, "model.lora.rank": 4}, r"model\.lora\.rank goes with plain FSDP2"),
+        (2, {"placement.tensor_parallel": 2, "optim.max_tokens": 100}, r"needs optim\.max_tokens=null"),
+        (2, {"engine.sync": {"lora": "adapter"}}, r"engine\.sync\.lora=adapter is for one rank"),
+        (2, {"placement.collective_timeout": 120.0}, r"collective_timeout=120 must be above .*timeout_seconds=120"),
+        (2, {"engine.sync": {"timeout_seconds": 600}}, r"collective_timeout=600 must be above .*timeout_seconds=600"),
+        (2, {"engine.sleep": True}, r"engine\.sleep=True is for one GPU"),
         (32, {}, r"rollout\.prompts_per_step=16 is too few: each of 32 shares of a batch has a whole group"),
-        (16, {"optim__minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),
+        (16, {"optim.minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -308,26 +281,26 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):
-        check_placement(size, config_of(**changes))
+        check_placement(size, changed(GRPOConfig(), changes))
 
 
 @pytest.mark.parametrize(
     ("size", "changes"),
     [
-        (1, {"optim__max_tokens": 100, "engine__sleep": True}),
-        (1, {"placement__collective_timeout": 1.0}),
-        (2, {"placement__collective_timeout": 61.0, "engine__sync": {"timeout_seconds": 60}}),
-        (8, {"optim__max_tokens": 100, "model__lora__rank": 4}),
-        (8, {"placement__expert_parallel": 8}),
-        (8, {"placement__expert_parallel": 4, "placement__tensor_parallel": 2, "optim__max_tokens": 100}),
-        (8, {"placement__replicate": 2, "placement__expert_parallel": 4, "placement__tensor_parallel": 2}),
-        (8, {"placement__tensor_parallel": 8, "optim__max_tokens": None}),
-        (32, {"placement__tensor_parallel": 2, "optim__minibatches": 8}),
+        (1, {"optim.max_tokens": 100, "engine.sleep": True}),
+        (1, {"placement.collective_timeout": 1.0}),
+        (2, {"placement.collective_timeout": 61.0, "engine.sync": {"timeout_seconds": 60}}),
+        (8, {"optim.max_tokens": 100, "model.lora.rank": 4}),
+        (8, {"placement.expert_parallel": 8}),
+        (8, {"placement.expert_parallel": 4, "placement.tensor_parallel": 2, "optim.max_tokens": 100}),
+        (8, {"placement.replicate": 2, "placement.expert_parallel": 4, "placement.tensor_parallel": 2}),
+        (8, {"placement.tensor_parallel": 8, "optim.max_tokens": None}),
+        (32, {"placement.tensor_parallel": 2, "optim.minibatches": 8}),
     ],
 )
 def test_what_can_be(monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[str, Any]) -> None:
-    check_placement(size, config_of(**changes))
+    check_placement(size, changed(GRPOConfig(), changes))
     if size > 1:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        if config_of(**changes).placement.tensor_parallel < size:
-            check_placement(size, config_of(**changes, placement__cpu_offload=True))
+        if changed(GRPOConfig(), changes).placement.tensor_parallel < size:
+            check_placement(size, changed(GRPOConfig(), {**changes, "placement.cpu_offload": True}))

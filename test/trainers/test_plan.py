@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -275,11 +272,6 @@ def test_a_model_that_is_made_has_no_plan(capsys: pytest.CaptureFixture[str]) ->
         RunPlan.of(GRPOConfig())
 
 
-def test_a_plan_is_plain_values(qwen: RunPlan) -> None:
-    there = json.loads(json.dumps(qwen.to_dict()))
-    assert there["totals"][TRAINER] == qwen.total(TRAINER) and len(there["rows"]) == len(qwen.rows)
-
-
 QWEN_NAME, OLMOE_NAME = "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0125"
 
 
@@ -431,12 +423,3 @@ def test_the_largest_weight_is_gathered_in_float32_when_the_model_is_saved(offlo
     assert rows(config, part)["a weight that is gathered to be written"] == ranks * 4 * gate_and_up
     config.hardware.trainer_gpus, config.placement = 1, GRPOConfig().placement
     assert "a weight that is gathered to be written" not in rows(config)
-
-
-@pytest.mark.parametrize("name", ["plan", "run_record"])
-def test_without_rich_the_extra_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("plan", name):
-        monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)
-    monkeypatch.setitem(sys.modules, "rich.table", None)
-    with pytest.raises(ImportError, match=r"the trainer's tables need rich: pip install 'torchrl_moe\[train\]'"):
-        importlib.import_module(f"torchrl_moe.trainers.{name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -281,32 +280,16 @@ def interrupted(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def break_tokenizer(policy_model: PolicyModel, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(type(policy_model.tokenizer), "save_pretrained", interrupted)
-
-
-def break_weights(policy_model: PolicyModel, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(type(policy_model.model), "save_pretrained", interrupted)
-
-
-def break_removal(_: PolicyModel, patch: pytest.MonkeyPatch) -> None:
-    def remove(path: Path, **__: Any) -> None:
-        if not path.name.endswith(".draft"):
-            interrupted()
-
-    patch.setattr(shutil, "rmtree", remove)
-
-
-@pytest.mark.parametrize("broken", [break_weights, break_tokenizer])
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
 def test_a_save_that_is_interrupted_leaves_the_older_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     policy_model = given()
     path = policy_model.save(tmp_path / "model")
     older = {file.name: file.read_bytes() for file in path.iterdir()}
     disturb(policy_model)
     with monkeypatch.context() as patch:
-        broken(policy_model, patch)
+        patch.setattr(type(getattr(policy_model, part)), "save_pretrained", interrupted)
         with pytest.raises(KeyboardInterrupt):
             policy_model.save(path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == older
@@ -320,7 +303,7 @@ def test_a_save_whose_removal_is_interrupted_has_a_whole_model(tmp_path: Path, m
     path = policy_model.save(tmp_path / "model")
     older = {file.name for file in path.iterdir()}
     with monkeypatch.context() as patch:
-        break_removal(policy_model, patch)
+        patch.setattr(shutil, "rmtree", lambda path, **_: path.name.endswith(".draft") or interrupted())
         with pytest.raises(KeyboardInterrupt):
             policy_model.save(path)
     assert {file.name for file in path.iterdir()} == older
@@ -426,16 +409,6 @@ def test_a_single_process_takes_what_it_gets(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_continues_takes_the_newest_start(tmp_path: Path) -> None:
-    config = config_of(tmp_path, value=5.0)
-    for value in (2.0, 4.0):
-        starting_model(*made(value), config, Placement()).save(new_start(tmp_path))
-    assert head(starting_model(None, None, config, Placement())) == 5.0
-    config.resume = True
-    again = starting_model(None, None, config, Placement())
-    assert head(again) == 4.0 and again.start is None
-
-
 class Two(Ranks):
     """The first of two ranks, the second of which is not asked."""
 
@@ -459,6 +432,17 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 TWO = Placement(Two(), PlacementConfig())
+
+
+@pytest.mark.parametrize("placement", [Placement(), TWO], ids=["one rank", "two"])
+def test_a_run_that_continues_takes_the_newest_start(tmp_path: Path, loads: list[Any], placement: Placement) -> None:
+    config = config_of(tmp_path, value=5.0)
+    for value in (2.0, 4.0):
+        starting_model(*made(value), config, Placement()).save(new_start(tmp_path))
+    assert head(starting_model(None, None, config, Placement())) == 5.0
+    config.resume = True
+    again = starting_model(None, None, config, placement)
+    assert head(again) == 4.0 and again.start is None
 
 
 def test_several_ranks_load_what_rank_0_wrote(tmp_path: Path, loads: list[Any]) -> None:
@@ -502,14 +486,6 @@ def test_rank_0_chooses_whatever_the_others_see_or_were_given(tmp_path: Path, lo
     for given in (None, "elsewhere", made()[0]):
         found = starting_model(given, None, config, second)
         assert loads.pop() == (str(folder), 0) and found.start == (folder if is_new else None)
-
-
-def test_several_ranks_that_continue_load_the_newest_start(tmp_path: Path, loads: list[Any]) -> None:
-    config = config_of(tmp_path, value=5.0)
-    starting_model(*made(2.0), config, Placement()).save(new_start(tmp_path))
-    config.resume = True
-    found = starting_model(None, None, config, TWO)
-    assert head(found) == 2.0 and found.start is None
 
 
 def test_an_adapter_of_its_own_is_for_one_rank(tmp_path: Path) -> None:

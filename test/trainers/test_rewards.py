@@ -93,16 +93,47 @@ def test_one_with_completions_gets_lists_of_one(prompt: Any, completion: Any) ->
     assert seen == {"prompt": ["1+1="], "tests": [[1, 2]], "hint": [None]}
 
 
-@pytest.mark.parametrize("values", [[0.5], (0.5,), torch.tensor([0.5]), np.array([0.5])])
-def test_what_one_with_completions_returns(values: Any) -> None:
-    assert reward(lambda completions: values).total == 0.5
+@pytest.mark.parametrize(
+    ("function", "total"),
+    [
+        *((lambda completion, value=value: value, total) for value, total in (
+            (True, 1.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (torch.tensor(0.25), 0.25),
+        )),
+        *((lambda completions, values=values: values, 0.5) for values in (
+            [0.5], (0.5,), torch.tensor([0.5]), np.array([0.5]),
+        )),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_number(function: Any, total: float) -> None:
+    found = reward(function)
+    assert found == Reward(total, {"<lambda>": total})
+    assert type(found.values["<lambda>"]) is float
 
 
-@pytest.mark.parametrize("values", [0.5, [], [0.5, 0.5], None, torch.tensor(0.5)])
-def test_one_with_completions_returns_a_list_of_one(values: Any) -> None:
-    message = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
-    with pytest.raises(TypeError, match=message):
-        reward(lambda completions: values)
+ONE_VALUE = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
+NUMBER = "the reward function 'returned' must return a number or None, got "
+FINITE = "the reward function 'returned' returned {}: a reward must be finite"
+
+
+@pytest.mark.parametrize(
+    ("functions", "error", "message"),
+    [
+        *((lambda completions, values=values: values, TypeError, ONE_VALUE) for values in (
+            0.5, [], [0.5, 0.5], None, torch.tensor(0.5),
+        )),
+        *((returning(value), TypeError, NUMBER) for value in (
+            "1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0]),
+        )),
+        *(([named("a", 1.0), returning(value)], ValueError, FINITE.format(float(value))) for value in (
+            float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan")),
+        )),
+        (returning(10**400), ValueError, FINITE.format("inf")),
+        ([named("a", 3e38), named("b", 1e38)], ValueError, r"sum of the functions returned 3\.1.*e\+39"),
+    ],
+)  # fmt: skip
+def test_what_is_no_reward(functions: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        reward(functions, [10.0, 1.0] if "sum" in message else None)
 
 
 # -- how it is called -------------------------------------------------------------------------------------------------
@@ -184,35 +215,6 @@ def test_an_answer_that_continues_a_message_is_a_part_of_it_for_functions_of_lis
     reward(listed, prompt=prompt)
     reward(one, prompt=prompt)
     assert seen == [([CHAT], [[{"role": "assistant", "content": "It is 2 "}]]), (prompt, "2 ")]
-
-
-@pytest.mark.parametrize(
-    ("value", "total"), [(True, 1.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (torch.tensor(0.25), 0.25)]
-)
-def test_numbers(value: Any, total: float) -> None:
-    found = reward(returning(value))
-    assert found == Reward(total, {"returned": total})
-    assert type(found.values["returned"]) is float
-
-
-def test_a_sum_that_is_not_finite() -> None:
-    with pytest.raises(ValueError, match="the reward function 'returned' returned inf"):
-        reward(returning(10**400))
-    with pytest.raises(ValueError, match=r"sum of the functions returned 3\.3.*e\+39"):
-        reward([named("a", 3e38), named("b", 3e38)], [10.0, 1.0])
-
-
-@pytest.mark.parametrize("value", ["1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0])])
-def test_what_is_no_number(value: Any) -> None:
-    with pytest.raises(TypeError, match="the reward function 'returned' must return a number or None, got "):
-        reward(returning(value))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
-def test_what_is_not_finite(value: Any) -> None:
-    message = f"the reward function 'returned' returned {float(value)}: a reward must be finite"
-    with pytest.raises(ValueError, match=message):
-        reward([named("a", 1.0), returning(value)])
 
 
 @pytest.mark.parametrize(("raised", "seen"), [(KeyError("a"), KeyError), (StopIteration(), RuntimeError)])
@@ -297,20 +299,12 @@ def test_a_parameter_that_nothing_has_the_name_of() -> None:
         Rewards(batched).check([])
 
 
-def test_parameters_without_names() -> None:
-    def placed(completion: str, /) -> float:
-        return 1.0
+def placed(completion: str, /) -> float:
+    return 1.0
 
-    def anything(*values: Any) -> float:
-        return 1.0
 
-    with pytest.raises(ValueError, match="'placed' takes 'completion' by its place only"):
-        Rewards(placed)
-    for function in (anything, lambda: 1.0):
-        with pytest.raises(ValueError, match="asks for nothing: give it a parameter such as 'completion'"):
-            Rewards(function)
-    with pytest.raises(ValueError, match="the reward function 'max' does not say what its parameters are"):
-        Rewards(max)
+def anything(*values: Any) -> float:
+    return 1.0
 
 
 @pytest.mark.parametrize(
@@ -324,6 +318,10 @@ def test_parameters_without_names() -> None:
         ([Judge()], [float("inf")], "must be finite, got inf"),
         ("no_such_package:f", None, "cannot import 'no_such_package'"),
         (["exact"], None, "'exact' is not the name of a function"),
+        (placed, None, "'placed' takes 'completion' by its place only"),
+        (anything, None, "'anything' asks for nothing: give it a parameter such as 'completion'"),
+        (lambda: 1.0, None, "asks for nothing"),
+        (max, None, "the reward function 'max' does not say what its parameters are"),
     ],
 )
 def test_functions_and_weights_that_make_no_sense(functions: Any, weights: Any, message: str) -> None:
@@ -459,13 +457,6 @@ def test_columns_named_as_rollouts_name_things_are_for_rewards_only(engine: Fake
     assert "of the data" not in repr(other.to_dict())
 
 
-def test_held_out_prompts_are_rewarded_alike(engine: FakeAsyncVLLM, collector_of: Any) -> None:
-    episode = PromptEpisode("prompt", Rewards(by_answer), TOKENIZER)
-    held_out = load_prompts((ROWS, ROWS[3:])).held_out_loader()
-    turns = collector_of(engine, episode, ROWS).evaluate(episode, 3, dataloader=held_out)
-    assert turns["answer"] == [3, 4, 5] and turns["rewards", "by_answer"].flatten().tolist() == [3.0, 4.0, 5.0]
-
-
 def test_an_episode_is_one_and_goes_to_another_process() -> None:
     episode = PromptEpisode("prompt", Rewards("torchrl_moe.testing.arithmetic:exact_answer"), TOKENIZER)
     copy = pickle.loads(pickle.dumps(episode))
@@ -493,27 +484,3 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
-def test_a_plain_function_that_sleeps_costs_its_group_only(engine: FakeAsyncVLLM, collector_of: Any) -> None:
-    awake = threading.Event()
-
-    def sleeps(completion: str, answer: int) -> float:
-        if answer == 1:
-            awake.wait()
-        return float(answer)
-
-    try:
-        collector = collector_of(
-            engine,
-            PromptEpisode("prompt", Rewards(sleeps), TOKENIZER),
-            ROWS,
-            reward_timeout=2.0,
-            max_failures=1,
-            max_staleness=0,
-        )
-        batches = list(islice(collector, 5))
-        assert sorted({row["answer"] for batch in batches for row in batch.unbind(0)}) == [0, 2, 3, 4, 5]
-        assert collector.stats()["collector/groups_dropped/reward_timeout"] == 1
-        collector.shutdown()  # does not wait for it
-        assert not awake.is_set()
-    finally:
-        awake.set()

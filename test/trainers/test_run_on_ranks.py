@@ -23,7 +23,7 @@ from support.processes import PYTHONPATH, is_gone
 from support.rank_watch import syncs_of
 from support.ranks import run_as_ranks, run_with_torchrun
 from support.sharded import whole
-from support.shared_training import SHARES_IN_ALL_WAYS, learner_of
+from support.shared_training import SHARES_IN_ALL_WAYS, changed, learner_of
 from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from support.waiting import until
@@ -31,7 +31,6 @@ from torchrl_moe.cli.main import main
 from torchrl_moe.data.packed import unpack
 from torchrl_moe.errors import RankError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.compose import load_config
@@ -130,11 +129,7 @@ def other_models(config: GRPOConfig) -> dict[str, Any]:
         model = fake_model()
         with torch.no_grad():
             model.lm_head.weight.add_(seed)
-        rows = [{"prompt": f"{i}+1="} for i in range(8)]
-        reward: Any = lambda completion_ids: float(completion_ids[0] % 7)  # noqa: E731
-        with MoEGRPOTrainer(
-            model, dataset=rows, rewards=reward, config=config, tokenizer=ByteTokenizer(), engine=fleet
-        ) as trainer:
+        with fake_run(fleet, config, model=model) as trainer:
             weight = whole(trainer.policy_model.model.state_dict()["lm_head.weight"])
             return {"same": torch.equal(weight, fake_model().lm_head.weight), "source": trainer.policy_model.source}
 
@@ -178,10 +173,7 @@ def export(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
     ids=["EP", "TP", "adapter"],
 )
 def test_the_engine_has_what_ranks_share_in_other_ways(tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = config_of(tmp_path, 3)
-    for name, value in changes.items():
-        group, key = name.rsplit(".", 1)
-        setattr(config.get(group), key, value)
+    config = changed(config_of(tmp_path, 3), changes)
     first, second = run_as_ranks(run, config, export)
     assert "error" not in first, first["error"]
     assert first["step"] == second["step"] == 3

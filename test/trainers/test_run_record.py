@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from pathlib import Path
@@ -17,7 +16,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 from support.html_table import TableReader
-from support.training import fake_config
+from support.training import fake_config, rows_of
 from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.trainers import run_record
 from torchrl_moe.trainers.checkpoints import Checkpoints
@@ -42,11 +41,6 @@ class Logger:
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.seen.append((metrics, step))
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def record_of(folder: Path, steps: int) -> RunRecord:
@@ -135,11 +129,6 @@ def test_samples_are_the_first_answers_as_text(tmp_path: Path) -> None:
         {"step": 7, "reward": 1.0, "prompt": "1+1=", "completion": "2"},
         {"step": 7, "reward": 0.0, "prompt": "1+1=", "completion": "3"},
     ]
-
-
-def test_what_is_no_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="step"):
-        record_of(tmp_path, 0).add({"reward": 1.0})
 
 
 def row(group: int, reward: float, tokens: int, version: int, *, done: bool = True, cut: bool = False) -> TensorDict:
