@@ -122,6 +122,8 @@ def test_panels_hold_the_arrays() -> None:
     assert right.get_images()[0].get_clim() == (0, 1) and left.get_images()[0].get_clim() == (0, 2)
     assert figure.get_suptitle() == "a batch"
     assert len(expert_figure(load).axes) == 2  # a panel and its bar
+    panel = expert_figure(np.ones((3, 4))).axes[0]
+    assert all(float(tick).is_integer() for tick in [*panel.get_xticks(), *panel.get_yticks()])
 
 
 def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,15 @@ def test_a_file_is_read_by_the_same_schema(tmp_path: Path) -> None:
         load_config(tmp_path / "mine.yaml")
 
 
+def test_a_file_says_what_it_changes_and_may_begin_as_earlier_ones_did(tmp_path: Path) -> None:
+    text = "optim: {lr: 2e-5}\nhardware: {links: {RoCE: 25.0}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "earlier.yaml").write_text("defaults: [grpo_config, _self_]\n" + text)
+    links = {**GRPOConfig().hardware.links, "RoCE": 25.0}
+    expected = GRPOConfig(optim={"lr": 2e-5}, hardware={"links": links})  # type: ignore[arg-type]
+    assert load_config(tmp_path / "mine.yaml") == load_config(tmp_path / "earlier.yaml") == expected
+
+
 @pytest.mark.parametrize(
     "text", ["007", "1e5", "1_000", "20261126", "runs/a,b", "/tmp/lr=1", "it's", "résumé", "a (copy)", "~x", "a\\"]
 )
