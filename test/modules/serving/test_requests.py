@@ -560,6 +560,7 @@ def test_one_value_is_for_all_prompts(value: Any) -> None:
             (lambda name=name: placements(2, **{name: [None]}), f"{name} must have one entry per prompt: got 1 for 2")
             for name in ("session_ids", "group_ids", "min_version", "request_context")
         ),
+        (lambda: placements(2, min_version=[1, 2, 3]), "min_version must have one entry per prompt: got 3 for 2"),
         (lambda: placements(2, group_ids="s"), "group_ids must have one entry per prompt: got 1 for 2"),
         (lambda: request_ids_each(["s"], 2), "request_ids must have one entry per prompt"),
         (lambda: request_ids_each(["s", "s"], 2), "request_ids must differ from each other"),
