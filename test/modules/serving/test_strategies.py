@@ -314,6 +314,8 @@ def test_a_lost_cache_counts_for_nothing(lost: str) -> None:
     else:
         lb.replica_table.set_version(2, 1)
     assert place(lb, [question(1)]) == [0]
+    lb.acquire_at(2, prompt=question(2)).release()
+    assert place(lb, [question(2)]) == [2]  # what it has read since counts
 
 
 def test_a_holder_that_is_away_is_replaced_for_the_while() -> None:
