@@ -353,7 +353,7 @@ def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) ->
 
 
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
-    with pytest.raises(ValueError, match="set HF_TOKEN"):
+    with pytest.raises(ValueError, match=r"^hf_token: .* set HF_TOKEN"):
         service_of(hf_token="hf_secret")
 
 
