@@ -122,23 +122,21 @@ def test_a_failure_costs_its_group_whole_is_counted_and_has_its_words(collect: C
     env, words, reason = CASES[case]
     patience = 1.0 if reason == "reward_timeout" else 60.0
     collector = collect(env, groups_per_batch=2, order="fifo", max_failures=1, reward_timeout=patience)
-    batch: Any = next(iter(collector))
-    assert (queries(batch), batch["next", "reward"].flatten().tolist()) == (["q0", "q0", "q2", "q2"], [1.0] * 4)
-    stats = collector.stats()
-    assert (stats["collector/failures"], stats[f"collector/groups_dropped/{reason}"]) == (1, 1)
-    assert collector.first_failure is not None and collector.first_failure.startswith("at prompt 1 (query='q1'): ")
-    assert words in collector.first_failure
+    batch = check_that_q1_was_dropped(collector, words, reason)
+    assert batch["next", "reward"].flatten().tolist() == [1.0] * 4
     for shown in (repr(collector), collector.to_pandas()["first_failure"][0], collector._repr_html_()):
         assert "at prompt 1" in shown
 
 
-def check_that_q1_was_dropped(collector: AsyncLLMCollector, words: str) -> None:
-    """Whole, counted, and replaced by the next prompt."""
-    assert queries(next(iter(collector))) == ["q0", "q0", "q2", "q2"]
+def check_that_q1_was_dropped(collector: AsyncLLMCollector, words: str, reason: str = "failed") -> Any:
+    """Whole, counted, and replaced by the next prompt, in the batch that comes."""
+    batch: Any = next(iter(collector))
+    assert queries(batch) == ["q0", "q0", "q2", "q2"]
     stats = collector.stats()
-    assert (stats["collector/failures"], stats["collector/groups_dropped/failed"]) == (1, 1)
+    assert (stats["collector/failures"], stats[f"collector/groups_dropped/{reason}"]) == (1, 1)
     assert collector.first_failure is not None
     assert collector.first_failure.startswith("at prompt 1 (query='q1'): ") and words in collector.first_failure
+    return batch
 
 
 def test_a_prompt_that_the_engine_refuses_costs_its_group() -> None:

@@ -25,7 +25,7 @@ from support.strategies import Says
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving import candidates as groups_module
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.candidates import TRANSITIONS, Candidates, Groups, ReplicaState, TableEntry
+from torchrl_moe.modules.serving.candidates import TRANSITIONS, Groups, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.strategies import (
     STRATEGIES,
     Hierarchy,
@@ -37,7 +37,6 @@ from torchrl_moe.modules.serving.strategies import (
     RoutingContext,
     SessionAffinity,
     Settings,
-    Strategy,
     make_strategy,
 )
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -56,25 +55,20 @@ def test_something_without_replicas_is_refused(wrong: object) -> None:
         LoadBalancer(wrong)
 
 
-def test_torchrls_arguments_stand_where_they_stood() -> None:
-    lb = LoadBalancer(["a", "b"], ["prefix-aware", "requests"], 16, 1.5)
-    stats = lb.get_stats()
-    assert (stats["prefix_length"], stats["overload_threshold"]) == (16, 1.5)
+def test_torchrls_arguments_stand_where_they_stood_and_its_attributes_say_what_it_was_made_with() -> None:
+    lb = LoadBalancer(["a", "b"], ["round_robin", "requests"], 16, 2.0)
+    assert (lb.actors, lb.async_vllm) == (["a", "b"], None)
+    assert (lb.strategy, lb.strategies) == ("round-robin", ["round-robin", "requests"])
+    assert (lb.prefix_length, lb.overload_threshold) == (16, 2.0)
+    assert repr(lb).startswith("LoadBalancer(round-robin > requests, ReplicaTable(#0 SERVING v0 inflight=0, ")
+    assert LoadBalancer(actors=["a"]).strategies == ["prefix-aware", "requests"]
+    for name in ("actors", "strategy", "prefix_length"):
+        with pytest.raises(AttributeError):
+            setattr(lb, name, None)
     with pytest.raises(ValueError, match="prefix_length must be an integer of at least 1, or None, got 0"):
         LoadBalancer(["a"], prefix_length=0)
     with pytest.raises(ValueError, match=r"overload_threshold must be a number of at least 1, got 0\.5"):
         LoadBalancer(["a"], overload_threshold=0.5)
-
-
-def test_torchrls_attributes_say_what_it_was_made_with() -> None:
-    lb = LoadBalancer(actors=["a", "b"], strategy=["round_robin", "requests"], prefix_length=16, overload_threshold=2.0)
-    assert (lb.actors, lb.async_vllm) == (["a", "b"], None)
-    assert (lb.strategy, lb.strategies) == ("round-robin", ["round-robin", "requests"])
-    assert (lb.prefix_length, lb.overload_threshold) == (16, 2.0)
-    assert LoadBalancer(["a"]).strategies == ["prefix-aware", "requests"]
-    for name in ("actors", "strategy", "prefix_length"):
-        with pytest.raises(AttributeError):
-            setattr(lb, name, None)
 
 
 def test_the_actors_of_an_engine_stand_for_it() -> None:
@@ -96,7 +90,6 @@ def test_the_actors_of_an_engine_stand_for_it() -> None:
 
 def test_by_default_prefixes_come_first_and_then_load() -> None:
     lb = LoadBalancer(list("abc"))
-    assert lb.get_stats()["strategies"] == ["prefix-aware", "requests"]
     with lb.acquire("x" * 100):
         assert lb.acquire().index == 1
     assert lb.acquire("x" * 100).index == 0
@@ -114,30 +107,60 @@ def test_a_strategy_sees_only_candidates_and_the_whole_request() -> None:
     assert (context.prompt, context.session_id, context.request_context) == ([1, 2], "s", {"user": 7})
 
 
-def test_a_strategy_that_fails_is_passed_over_and_the_request_is_counted_once() -> None:
-    class Broken(Strategy):
-        name = "broken"
-
-        def choose(self, candidates: Candidates, context: RoutingContext) -> int:
-            raise ZeroDivisionError
-
-    lb = LoadBalancer(["a", "b"], [Broken(), "requests"])
-    with pytest.warns(UserWarning, match="strategy 'broken' failed with ZeroDivisionError"):
-        assert [lb.acquire().index for _ in range(4)] == [0, 1, 0, 1]
-    assert inflight(lb) == [2, 2]
+def fails() -> None:
+    raise ZeroDivisionError("mine")
 
 
-def test_a_warning_that_is_an_error_counts_nothing() -> None:
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (fails, r"failed with ZeroDivisionError\('mine'\)"),
+        *((answer, "chose replica .*, not one of 0, 1") for answer in (2, -1, "a")),
+        ([0], "failed with TypeError"),
+    ],
+)
+def test_one_that_fails_or_chooses_no_candidate_is_passed_over_with_one_warning(answer: Any, words: str) -> None:
+    lb = LoadBalancer(["a", "b"], [Says(answer, "lost"), Says(1)])
+    with pytest.warns(UserWarning, match=f"strategy 'lost' {words}") as seen:
+        assert [lb.acquire().index for _ in range(4)] == [1] * 4
+    assert len(seen) == 1
+    assert inflight(lb) == [0, 4]
+
+
+def test_strategies_learn_of_every_placement_and_one_that_fails_to_keeps_no_other_from_it() -> None:
     class Forgetful(Says):
         def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-            raise KeyError
+            raise KeyError("full")
 
+    first, last = Says(), Says(0)
+    lb = LoadBalancer(["a", "b"], [first, Forgetful(1, "forgetful"), last])
+    with pytest.warns(UserWarning, match=r"strategy 'forgetful' failed to learn with KeyError\('full'\)") as seen:
+        assert [lb.acquire().index for _ in range(2)] == [1, 1]
+    assert len(seen) == 1
+    assert (first.learnt, last.learnt) == ([1, 1], [1, 1])
     lb = LoadBalancer(["a", "b"], Forgetful(1, "forgetful"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="strategy 'forgetful' failed to learn"):
+        with pytest.raises(UserWarning, match="failed to learn"):
             lb.acquire()
-    assert inflight(lb) == [0, 0]
+    assert inflight(lb) == [0, 0]  # it has no lease, which nobody could release
+
+
+def test_without_any_opinion_the_least_loaded_is_taken() -> None:
+    lb = LoadBalancer(list("abc"), [Says(), Says()])
+    for index in (0, 0, 2):
+        lb.acquire_at(index)
+    assert lb.acquire().index == 1
+
+
+def test_a_keyboard_interrupt_is_no_failure() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    lb = LoadBalancer(["a"], [Says(interrupted), "requests"])
+    with pytest.raises(KeyboardInterrupt):
+        lb.acquire()
+    assert inflight(lb) == [0]
 
 
 # -- who may serve ----------------------------------------------------------------------------------------------------
@@ -206,11 +229,6 @@ def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
     }
 
 
-def test_a_balancer_prints_its_hierarchy_and_its_replicas() -> None:
-    lb = LoadBalancer(["a"], [Says(None, "mine"), "requests"])
-    assert repr(lb) == "LoadBalancer(mine > requests, ReplicaTable(#0 SERVING v0 inflight=0))"
-
-
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -276,18 +294,6 @@ def test_a_group_whose_version_is_gone_is_told_so() -> None:
     with pytest.raises(StaleReplicaError, match="group 'h' is on version 1, asked for 2"):
         lb.acquire(group_id="h", min_version=2)
     assert inflight(lb) == [1, 1]
-
-
-def test_a_group_whose_requests_were_all_lost_begins_again_on_what_serves_then() -> None:
-    lb = LoadBalancer(list("ab"), "requests")
-    first, second = lb.acquire(group_id="g"), lb.acquire(group_id="g")
-    for index in range(2):
-        lb.replica_table.set_version(index, 1)
-    first.release(False)
-    with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
-        lb.acquire(group_id="g")  # the other may still come through
-    second.release(None)
-    assert lb.acquire(group_id="g").version == 1
 
 
 # -- any sequence at all ----------------------------------------------------------------------------------------------
@@ -384,11 +390,9 @@ class Leasing(RuleBasedStateMachine):
         assert inflight(self.lb) == expected
 
     @invariant()
-    def totals_are_the_sums_of_loads(self) -> None:
+    def only_those_that_serve_are_candidates(self) -> None:
         with self.lb.replica_table.changed:
-            serving = self.lb.replica_table.serving()
-            assert serving.total == sum(entry.load for entry in serving)
-            assert {entry.state for entry in serving} <= {ReplicaState.SERVING}
+            assert {entry.state for entry in self.lb.replica_table.serving()} <= {ReplicaState.SERVING}
 
     @invariant()
     def decisions_are_the_leases_given(self) -> None:
@@ -399,16 +403,18 @@ def test_load_equals_the_leases_held_after_any_sequence() -> None:
     run_state_machine_as_test(Leasing, settings=settings(max_examples=30, stateful_step_count=40))
 
 
-def test_a_lease_says_where_and_which_version() -> None:
+def test_a_lease_keeps_the_replica_and_the_version_that_it_was_given_for() -> None:
     lb = LoadBalancer(["a", "b"])
     lb.replica_table.set_version(0, 4)
     lease = lb.acquire()
-    assert (lease.index, lease.version) == (0, 4)
     lb.replica_table.set_version(0, 5)
-    assert lease.version == 4
+    lb.replica_table.mark_dead(0)
+    lb.replica_table.replace(0, "c")
+    assert (lease.index, lease.version, lease.replica, lb.replica_table[0].replica) == (0, 4, "a", "c")
     assert repr(lease) == "Lease(replica=0, version=4, held)"
-    lease.release()
+    lease.release(False)
     assert repr(lease) == "Lease(replica=0, version=4, released)"
+    assert inflight(lb) == [0, 0]
 
 
 def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> None:
@@ -421,16 +427,6 @@ def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> Non
         threads[0].join(0.05)
     for thread in threads:
         thread.join()
-    assert inflight(lb) == [0]
-
-
-def test_a_lease_keeps_the_replica_that_it_was_given_for() -> None:
-    lb = LoadBalancer(["a"])
-    lease = lb.acquire()
-    lb.replica_table.mark_dead(0)
-    lb.replica_table.replace(0, "b")
-    assert (lease.replica, lb.replica_table[0].replica) == ("a", "b")
-    lease.release(False)
     assert inflight(lb) == [0]
 
 
@@ -483,111 +479,35 @@ def test_an_end_that_settles_what_others_wait_for_is_reported_once() -> None:
     assert (groups.may_begin_again("g"), groups.version("g")) == (False, 4)
 
 
-# -- the hierarchy by itself -------------------------------------------------------------------------------------------
+# -- strategies by name ------------------------------------------------------------------------------------------------
 
 
-CONTEXT = RoutingContext()
+KINDS = {
+    "prefix-aware": PrefixAware,
+    "session": SessionAffinity,
+    "requests": LeastRequests,
+    "least-loaded": LeastRequests,
+    "kv-cache": KVCache,
+    "power-of-two": PowerOfTwo,
+    "round-robin": RoundRobin,
+}
 
 
-def fails() -> None:
-    raise ZeroDivisionError("mine")
-
-
-def candidates(*inflight: int) -> Candidates:
-    return Candidates([TableEntry(i, None, inflight=count, cache=i) for i, count in enumerate(inflight)])
-
-
-def chosen(hierarchy: Hierarchy, *inflight: int) -> int:
-    return hierarchy.choose(candidates(*inflight), CONTEXT).index
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("prefix-aware", PrefixAware),
-        ("prefix_aware", PrefixAware),
-        ("session", SessionAffinity),
-        ("requests", LeastRequests),
-        ("least-loaded", LeastRequests),
-        ("least_loaded", LeastRequests),
-        ("kv-cache", KVCache),
-        ("kv_cache", KVCache),
-        ("power-of-two", PowerOfTwo),
-        ("power_of_two", PowerOfTwo),
-        ("round-robin", RoundRobin),
-        ("round_robin", RoundRobin),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
 def test_a_name_with_hyphens_or_underscores_makes_a_strategy_of_its_own(name: str, kind: type) -> None:
-    made = make_strategy(name)
-    assert type(made) is kind
-    assert made is not make_strategy(name)  # a turn is not shared between balancers
+    made, other = make_strategy(name), make_strategy(name.replace("-", "_"))
+    assert type(made) is type(other) is kind
+    assert made is not other  # a turn is not shared between balancers
+    assert LoadBalancer(["a"], name).acquire().index == 0
 
 
 def test_an_unknown_name_lists_the_valid_ones() -> None:
-    valid = "kv-cache, least-loaded, power-of-two, prefix-aware, requests, round-robin, session"
+    assert KINDS.keys() == STRATEGIES.keys()
+    valid = ", ".join(sorted(KINDS))
     with pytest.raises(ValueError, match=f"unknown strategy 'fastest'; valid strategies: {valid}"):
-        make_strategy("fastest")
+        LoadBalancer(["a"], "fastest")
     with pytest.raises(ValueError, match=f"strategy is empty: name at least one.*valid strategies: {valid}"):
-        Hierarchy([], Settings())
-
-
-# -- opinions ---------------------------------------------------------------------------------------------------------
-
-
-def test_without_any_opinion_the_least_loaded_is_taken() -> None:
-    assert chosen(Hierarchy([Says(lambda: None), Says(lambda: None)], Settings()), 5, 3, 4) == 1
-
-
-def test_one_that_fails_falls_to_the_next_with_one_warning() -> None:
-    hierarchy = Hierarchy([Says(fails, "broken"), Says(lambda: 2)], Settings())
-    with pytest.warns(UserWarning, match=r"strategy 'broken' failed with ZeroDivisionError\('mine'\)") as seen:
-        assert [chosen(hierarchy, 0, 0, 0) for _ in range(50)] == [2] * 50
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("answer", [3, -1, "a", [0]], ids=repr)
-def test_an_answer_that_is_no_candidate_falls_to_the_next_with_one_warning(answer: Any) -> None:
-    hierarchy = Hierarchy([Says(lambda: answer, "lost"), "requests"], Settings())
-    with pytest.warns(UserWarning, match="strategy 'lost'") as seen:
-        assert [chosen(hierarchy, 1, 0, 1) for _ in range(3)] == [1, 1, 1]
-    assert len(seen) == 1
-
-
-def test_a_keyboard_interrupt_is_no_failure() -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        chosen(Hierarchy([Says(interrupted), "requests"], Settings()), 0)
-
-
-# -- learning ---------------------------------------------------------------------------------------------------------
-
-
-def test_strategies_that_learn_see_every_placement_of_any_strategy() -> None:
-    first, second = Says(lambda: 1), Says(lambda: 0)
-    hierarchy = Hierarchy([first, "requests", second], Settings())
-    hierarchy.placed(candidates(0, 0)[1], CONTEXT)
-    assert (first.learnt, second.learnt) == ([1], [1])
-
-
-def test_one_that_fails_to_learn_does_not_keep_others_from_it() -> None:
-    class Forgetful(Says):
-        def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-            raise KeyError("full")
-
-    good = Says(lambda: 0)
-    hierarchy = Hierarchy([Forgetful(lambda: 0, "forgetful"), good], Settings())
-    with pytest.warns(UserWarning, match=r"strategy 'forgetful' failed to learn with KeyError\('full'\)"):
-        hierarchy.placed(candidates(0)[0], CONTEXT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hierarchy.placed(candidates(0)[0], CONTEXT)
-    assert good.learnt == [0, 0]
+        LoadBalancer(["a"], [])
 
 
 def test_stats_are_read_only_for_who_looks_at_them() -> None:
@@ -595,16 +515,7 @@ def test_stats_are_read_only_for_who_looks_at_them() -> None:
     assert Hierarchy(["prefix-aware", "kv-cache"], Settings()).reads_stats
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
-
-
 def test_the_page_has_every_strategy_in_its_table() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+    page = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert STRATEGIES.keys() <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-def test_one_replica_takes_everything_by_every_name() -> None:
-    for name in STRATEGIES:
-        assert chosen(Hierarchy(name, Settings()), 3) == 0

@@ -6,70 +6,76 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import wait
 
 import pytest
 
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.modules.serving.event_loop import EventLoop, NoThreadError, in_thread, wake
 
-
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == name]
+NAME = "of-this-test"
 
 
-def test_it_starts_at_its_first_call_and_calls_in_order_in_one_thread() -> None:
-    loop, seen, over = EventLoop("of-this-test"), [], threading.Event()
-    assert threads("of-this-test") == []
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    """A loop that was not used; at the end it stops, and its thread is gone."""
+    made = EventLoop(NAME)
+    yield made
+    made.stop()
+    until(lambda: threads() == [])
+
+
+def test_it_starts_at_its_first_call_and_calls_in_order_in_one_thread(loop: EventLoop) -> None:
+    seen, over = [], threading.Event()
+    assert threads() == []
     for number in range(100):
         assert loop.call(lambda number=number: seen.append((number, threading.current_thread().name)))
     loop.call(over.set)
     assert over.wait(PATIENCE)
-    assert seen == [(number, "of-this-test") for number in range(100)]
-    loop.stop()
-    until(lambda: threads("of-this-test") == [])
+    assert seen == [(number, NAME) for number in range(100)]
 
 
-def test_what_was_called_before_the_stop_is_done_and_nothing_after() -> None:
-    loop, seen = EventLoop("of-this-test"), []
+def test_what_was_called_before_the_stop_is_done_and_nothing_after(loop: EventLoop) -> None:
+    seen: list[int] = []
     loop.call(seen.append, 1)
     loop.stop()
     loop.stop()
     until(lambda: not loop.call(seen.append, 2) or len(seen) > 1)
-    until(lambda: threads("of-this-test") == [])
+    until(lambda: threads() == [])
     assert not loop.call(seen.append, 3)
     assert seen[0] == 1 and 3 not in seen
+    unused = EventLoop(NAME)
+    unused.stop()
+    assert not unused.call(print)
 
 
-def test_what_a_function_returns_or_raises_in_the_loop_comes_back() -> None:
-    loop = EventLoop("of-this-test")
-
+def test_what_a_function_returns_or_raises_in_the_loop_comes_back(loop: EventLoop) -> None:
     def where(suffix: str) -> str:
         return threading.current_thread().name + suffix
 
-    assert loop.run(where, "!", patience=PATIENCE) == "of-this-test!"
+    assert loop.run(where, "!", patience=PATIENCE) == f"{NAME}!"
     assert loop.run(lambda: loop.is_here, patience=PATIENCE)
     assert not loop.is_here
     with pytest.raises(ZeroDivisionError):
         loop.run(lambda: 1 // 0, patience=PATIENCE)
     loop.stop()
-    until(lambda: threads("of-this-test") == [])
+    until(lambda: threads() == [])
     assert loop.run(where, "!", patience=PATIENCE) == threading.current_thread().name + "!"
 
 
-def test_one_that_was_never_used_stops_too() -> None:
-    loop = EventLoop("of-this-test")
-    loop.stop()
-    assert not loop.call(print)
-
-
 def test_one_that_is_forgotten_ends() -> None:
-    loop = EventLoop("of-this-test")
+    loop = EventLoop(NAME)
     loop.call(lambda: None)
     gone = weakref.ref(loop)
     del loop
     gc.collect()
     assert gone() is None
-    until(lambda: threads("of-this-test") == [])
+    until(lambda: threads() == [])
 
 
 def test_a_wait_in_another_loop_is_ended_once_and_a_closed_loop_is_left_alone() -> None:
@@ -90,8 +96,10 @@ def test_a_wait_in_another_loop_is_ended_once_and_a_closed_loop_is_left_alone() 
     assert not waiting.done()
 
 
-def test_a_ctrl_c_as_its_thread_starts_leaves_a_loop_that_works_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, seen = EventLoop("of-this-test"), []
+def test_a_ctrl_c_as_its_thread_starts_leaves_a_loop_that_works_and_ends(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -103,12 +111,10 @@ def test_a_ctrl_c_as_its_thread_starts_leaves_a_loop_that_works_and_ends(monkeyp
         loop.call(seen.append, 1)
     assert loop.call(seen.append, 2)
     until(lambda: seen == [2])  # the first call was never made
-    loop.stop()
-    until(lambda: threads("of-this-test") == [])
 
 
-def test_one_that_gets_no_thread_tries_again_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, seen = EventLoop("of-this-test"), []
+def test_one_that_gets_no_thread_tries_again_at_the_next_call(loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -118,11 +124,10 @@ def test_one_that_gets_no_thread_tries_again_at_the_next_call(monkeypatch: pytes
         loop.call(seen.append, 1)
     assert loop.call(seen.append, 2)
     until(lambda: seen == [2])
-    loop.stop()
 
 
-def test_a_task_runs_until_the_loop_stops() -> None:
-    loop, seen = EventLoop("of-this-test"), []
+def test_a_task_runs_until_the_loop_stops(loop: EventLoop) -> None:
+    seen: list[str] = []
 
     async def work() -> None:
         try:
@@ -136,18 +141,18 @@ def test_a_task_runs_until_the_loop_stops() -> None:
     gc.collect()
     loop.stop()
     until(lambda: seen == ["begun", "ended"])
-    until(running.cancelled)
+    until(lambda: threads() == [])
     late = loop.spawn(work())  # of a loop that was stopped: nothing happens
-    until(lambda: threads("of-this-test") == [])
-    assert late.cancelled()
+    assert wait([running, late], PATIENCE).not_done == set()  # who waits for them is woken
+    assert running.cancelled() and late.cancelled()
     assert len(seen) == 2
 
 
 # -- blocking calls ---------------------------------------------------------------------------------------------------
 
 
-def test_blocking_calls_run_side_by_side_in_threads_of_their_own_and_do_not_hold_up_the_loop() -> None:
-    loop, barrier = EventLoop("of-this-test"), threading.Barrier(65, timeout=PATIENCE)
+def test_blocking_calls_run_side_by_side_in_threads_of_their_own_and_do_not_hold_up_the_loop(loop: EventLoop) -> None:
+    barrier = threading.Barrier(65, timeout=PATIENCE)
 
     def meet(number: int) -> tuple[int, bool]:
         barrier.wait()
@@ -157,7 +162,6 @@ def test_blocking_calls_run_side_by_side_in_threads_of_their_own_and_do_not_hold
     assert loop.run(lambda: "free", patience=PATIENCE) == "free"
     barrier.wait()
     assert [future.result(PATIENCE) for future in futures] == [(number, True) for number in range(64)]
-    loop.stop()
 
 
 @pytest.mark.parametrize(
@@ -171,21 +175,19 @@ def test_blocking_calls_run_side_by_side_in_threads_of_their_own_and_do_not_hold
     ids=repr,
 )
 def test_what_a_blocking_call_raises_is_its_callers_and_does_not_end_the_loop(
-    error: BaseException, raised: type[Exception]
+    loop: EventLoop, error: BaseException, raised: type[Exception]
 ) -> None:
-    loop = EventLoop("of-this-test")
-
     def fail() -> None:
         raise error
 
     with pytest.raises(raised):
         loop.spawn(in_thread("blocking", fail)).result(PATIENCE)
     assert loop.run(lambda: "runs", patience=PATIENCE) == "runs"
-    loop.stop()
 
 
-def test_a_blocking_call_that_gets_no_thread_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, seen, start = EventLoop("of-this-test"), [], threading.Thread.start
+def test_a_blocking_call_that_gets_no_thread_is_not_made(loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == "blocking":
@@ -195,5 +197,4 @@ def test_a_blocking_call_that_gets_no_thread_is_not_made(monkeypatch: pytest.Mon
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(NoThreadError, match="can't start new thread"):
         loop.spawn(in_thread("blocking", seen.append, 1)).result(PATIENCE)
-    loop.stop()
     assert seen == []

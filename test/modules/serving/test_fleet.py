@@ -70,8 +70,6 @@ def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: A
         engine.wake_up()
     with pytest.raises(RuntimeError, match="the engines sleep"):
         engine.resume()
-    with pytest.raises(ValueError, match="mode must be 'keep', 'wait' or 'abort', got 'deep'"):
-        engine.sleep(1, "deep")
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -148,7 +146,7 @@ def test_shutdown_is_idempotent_and_may_come_from_many_threads() -> None:
 # -- more and fewer replicas ------------------------------------------------------------------------------------------
 
 
-def test_replicas_are_added_and_take_requests(fleet: Any) -> None:
+def test_replicas_are_added_and_take_requests_of_which_more_run_at_a_time(fleet: Any) -> None:
     service = fleet(1, lambda index, _: FakeReplica(index, token_seconds=0.0005))
     assert service.add_replicas(2) == [1, 2]
     assert service.num_replicas == 3
@@ -156,6 +154,12 @@ def test_replicas_are_added_and_take_requests(fleet: Any) -> None:
     assert {completion.metrics.replica for completion in ask(service, list("abcdef"))} == {0, 1, 2}
     service.kill(2)
     until(lambda: service.restarts == [0, 0, 1] and service.states[2] == "SERVING")
+    assert service.admission.limit == 3 * 1024
+    service.remove_replica(0)
+    assert service.admission.limit == 2 * 1024
+    limited = fleet(1, max_concurrent_requests=7)  # as the user said
+    limited.add_replicas()
+    assert limited.admission.limit == 7
 
 
 def test_one_that_is_added_has_the_weights_of_the_others_before_it_serves(fleet: Any) -> None:
@@ -172,16 +176,6 @@ def test_one_that_is_added_has_the_weights_of_the_others_before_it_serves(fleet:
     assert service.add_replicas() == [1]
     assert brought == [(1, "STARTING")]
     assert [row["version"] for row in service.stats()] == [3, 3]
-
-
-def test_more_requests_run_at_a_time_with_more_replicas_unless_the_user_said_how_many(fleet: Any) -> None:
-    service, limited = fleet(1), fleet(1, max_concurrent_requests=7)
-    service.add_replicas()
-    limited.add_replicas()
-    until(lambda: service.admission.limit == 2048)
-    service.remove_replica(0)
-    until(lambda: service.admission.limit == 1024)
-    assert limited.admission.limit == 7
 
 
 def test_replicas_that_do_not_come_up_are_not_added(fleet: Any) -> None:
@@ -211,13 +205,21 @@ def test_a_replica_finishes_what_it_has_before_it_is_removed(fleet: Any) -> None
     assert not service.made[1][0].is_alive()
     assert len(service.made[1]) == 1  # nobody restarts it
     assert {completion.metrics.replica for completion in ask(service, list("abc"))} == {0}
+    assert "1 replica)" in repr(service)
     with pytest.raises(ReplicaDiedError, match="replica 1, which actor_index names, is dead: it was removed"):
         ask(service, actor_index=1)
-    assert "1 replica)" in repr(service)
+    for index, error, words in (
+        (2, IndexError, "actor index 2 out of range"),
+        (1, ValueError, "replica 1 was removed already"),
+        (0, ValueError, "at least one replica"),
+    ):
+        with pytest.raises(error, match=words):
+            service.remove_replica(index)
 
 
-def test_without_a_drain_its_requests_begin_again_on_the_others(fleet: Any) -> None:
-    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR if index else 0.0))
+def test_without_a_drain_its_requests_begin_again_on_the_others_as_if_none_had_died_under_them(fleet: Any) -> None:
+    once = replace(QUICK, attempts=1)
+    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR if index else 0.0), once)
     call = in_thread(lambda: ask(service, ["a", "b"]))
     until(lambda: service.replica_table[1].inflight == 1)
     service.remove_replica(1, drain=False)
@@ -235,17 +237,6 @@ def test_one_whose_requests_take_too_long_serves_on(fleet: Any) -> None:
     assert service.replica_table[1].recovery is Recovery.SUPERVISOR
     service.abort("x")
     assert call.result(60.0).aborted
-
-
-def test_what_cannot_be_removed_is_said(fleet: Any) -> None:
-    service = fleet(2)
-    with pytest.raises(IndexError, match="actor index 2 out of range"):
-        service.remove_replica(2)
-    service.remove_replica(0)
-    with pytest.raises(ValueError, match="replica 0 was removed already"):
-        service.remove_replica(0)
-    with pytest.raises(ValueError, match="at least one replica"):
-        service.remove_replica(1)
 
 
 def test_of_two_who_remove_the_last_two_replicas_one_is_refused(fleet: Any) -> None:
@@ -305,17 +296,6 @@ def test_a_shutdown_ends_those_that_are_being_added(fleet: Any) -> None:
     with pytest.raises(EngineError):
         adding.result(60.0)
     assert not any(line[0].is_alive() for line in service.made)
-
-
-def test_removals_do_not_count_as_deaths_under_a_request(fleet: Any) -> None:
-    service = fleet(
-        2, lambda index, _: FakeReplica(index, token_seconds=HOUR if index else 0.0), replace(QUICK, attempts=1)
-    )
-    service.replica_table.touch(0)
-    call = in_thread(lambda: ask(service))
-    until(lambda: service.replica_table[1].inflight == 1)
-    service.remove_replica(1, drain=False)
-    assert call.result(60.0).metrics.replica == 0
 
 
 def until_serving(service: RestartingService, restarts: list[int]) -> None:
@@ -483,34 +463,38 @@ def test_a_sync_that_asks_the_interpreter_to_exit_is_tried_again(fleet: Any) -> 
     assert service.replica_table[0].last_error == "its weights could not be loaded: it raised SystemExit('no store')"
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any, ended: bool) -> None:
+def quarantined(service: RestartingService) -> None:
+    service.replica_table.set_state(0, ReplicaState.QUARANTINED)
+    raise RuntimeError("in the middle")
+
+
+def quarantined_and_ended(service: RestartingService) -> None:
+    service.replica_table.set_state(0, ReplicaState.QUARANTINED)
+    service.replica_table[0].replica.shutdown()
+
+
+def noted_as_dead_though_it_lives(service: RestartingService) -> None:
+    service.replica_table.mark_dead(0)
+    raise WeightSyncError("the replica is DEAD")
+
+
+def died(service: RestartingService) -> None:
+    service.kill(0, "in the middle")
+    raise ReplicaDiedError("died")
+
+
+@pytest.mark.parametrize("happens", [quarantined, quarantined_and_ended, noted_as_dead_though_it_lives, died])
+def test_one_to_which_this_happens_while_it_is_brought_is_restarted(
+    fleet: Any, happens: Callable[[RestartingService], None]
+) -> None:
     service = fleet(1)
     service.replica_table.set_version(0, 2)
 
     def bring(index: int) -> None:
         if len(service.made[0]) == 2:
-            service.replica_table.set_state(index, ReplicaState.QUARANTINED)
-            if ended:
-                service.replica_table[index].replica.shutdown()
-                return
-            raise RuntimeError("in the middle")
-        serve_version(service, 2)(index)
-
-    service.register_weight_sync(bring)
-    service.kill(0)
-    until_serving(service, [2])
-
-
-def test_one_that_is_noted_as_dead_while_it_is_brought_is_restarted_though_it_lives(fleet: Any) -> None:
-    service = fleet(1)
-    service.replica_table.set_version(0, 2)
-
-    def bring(index: int) -> None:
-        if len(service.made[0]) == 2:
-            service.replica_table.mark_dead(index)
-            raise WeightSyncError("the replica is DEAD")
-        serve_version(service, 2)(index)
+            happens(service)
+        else:
+            serve_version(service, 2)(index)
 
     service.register_weight_sync(bring)
     service.kill(0)
@@ -925,21 +909,6 @@ def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) 
     service.made[0][0].ask = broken
     service.made[1][0].stall()
     until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
-
-
-def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
-    service = fleet(1)
-    service.replica_table.set_version(0, 2)
-
-    def bring(index: int) -> None:
-        if len(service.made[0]) == 2:
-            service.kill(index, "in the middle")
-            raise ReplicaDiedError("died")
-        serve_version(service, 2)(index)
-
-    service.register_weight_sync(bring)
-    service.kill(0)
-    until_serving(service, [2])
 
 
 @pytest.mark.parametrize("error", [ValueError("no command 'probe'"), None], ids=["older", "dead"])

@@ -22,7 +22,6 @@ from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
     DeviceSets,
     EngineArguments,
-    default_timeout,
     devices_of_trainer,
     pretrained_arguments,
     ranks_here,
@@ -103,12 +102,6 @@ def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
         assert scripted.made[0].life == ["start", "ready"]
 
 
-def test_what_only_ray_has_is_refused_by_name_without_it(scripted: Any) -> None:
-    with pytest.raises(ValueError, match="namespace, resources given with backend='local'"):
-        AsyncVLLM({"model": "m"}, namespace="n", resources={"CPU": 1})
-    assert scripted.made == []
-
-
 def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
     engine = AsyncVLLM.launch({"model": "m"})
     engine.shutdown()
@@ -154,6 +147,9 @@ def test_the_limit_is_for_all_replicas_together(scripted: Any, monkeypatch: pyte
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "77")
     with AsyncVLLM.launch({"model": "m"}):
         assert 70 < scripted.made[-1].asked("ready")[0] <= 77
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds, got 's"):
+        AsyncVLLM.launch({"model": "m"})
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS")
     with AsyncVLLM.launch({"model": "m"}):
         assert 590 < scripted.made[-1].asked("ready")[0] <= 600
@@ -187,18 +183,16 @@ def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
     assert new.life[-1] == "shutdown"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, 3 * 1024), ({"max_concurrent_requests": 5}, 5), ({"max_concurrent_requests": None}, None)],
+)
 def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_replica(
-    scripted: Any, model: Path
+    scripted: Any, given: Any, expected: int | None
 ) -> None:
-    for given, expected in (
-        ({}, 3 * 1024),
-        ({"max_concurrent_requests": 5}, 5),
-        ({"max_concurrent_requests": None}, None),
-    ):
-        with AsyncVLLM.from_pretrained(model, num_replicas=3, **given) as engine:
-            assert engine.admission.limit == expected
+    assert AsyncVLLM({"model": "m"}, 3, **given).admission.limit == expected
     with pytest.raises(ValueError, match="max_concurrent_requests must be an integer of at least 1, or None, got 0"):
-        AsyncVLLM.from_pretrained(model, max_concurrent_requests=0)
+        AsyncVLLM({"model": "m"}, max_concurrent_requests=0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -214,20 +208,16 @@ def test_prefix_caching_of_the_constructor_wins_over_the_engine_arguments(script
     assert given == {"model": "m", "enable_prefix_caching": not enabled}
 
 
-def test_verbose_lets_vllm_log(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_and_metrics_are_as_the_service_is_told(
+    scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    for verbose in (True, False):
-        AsyncVLLM.from_pretrained(model, verbose=verbose).shutdown()
-    assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
-
-
-def test_metrics_and_the_folder_for_logs_are_the_services(scripted: Any, model: Path) -> None:
-    with AsyncVLLM.from_pretrained(model, metrics=False, log_folder="/logs") as engine:
+    with AsyncVLLM.from_pretrained(model, verbose=True, metrics=False, log_folder="/logs") as engine:
         assert not engine.metrics.enabled
-        assert scripted.made[0].log_folder == "/logs"
-    with make_async_vllm_engine(model_name=model) as engine:
+    with AsyncVLLM.from_pretrained(model) as engine:
         assert engine.metrics.enabled
-        assert scripted.made[1].log_folder is None
+    assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
+    assert [replica.log_folder for replica in scripted.made] == ["/logs", None]
 
 
 def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
@@ -272,15 +262,6 @@ def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pyt
         assert engine.engine_args == {"model": "m", "enable_prefix_caching": False}
     with pytest.raises(ValueError, match="actor_class must be None"):
         AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
-
-
-# -- one real replica -------------------------------------------------------------------------------------------------
-
-
-def generate(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs: Any) -> Any:
-    params = {"max_tokens": max_tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
-    params |= kwargs.pop("params", {})
-    return engine.generate(prompts, params, use_tqdm=False, **kwargs)
 
 
 # -- pure parts --------------------------------------------------------------------------------------------------------
@@ -335,16 +316,6 @@ def test_what_is_not_compiled_has_vllms_mode_for_it_unless_another_is_named() ->
     assert arguments_for(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
 
 
-def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
-    assert default_timeout() == 600.0
-    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "1200")
-    assert default_timeout() == 1200.0
-    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
-    with pytest.raises(ValueError, match="must be a positive number of seconds, got 'soon'"):
-        default_timeout()
-
-
 def test_a_float32_head_is_one_more_override() -> None:
     def overrides(**given: Any) -> Any:
         return pretrained_arguments("org/model", None, True, True, given)["hf_overrides"]
@@ -367,10 +338,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return answer
 
 
-def service_of(name: str | None = None, namespace: str | None = None, resources: Any = None) -> Any:
-    return ray_service(
-        engine_kind("vllm"), ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True
-    )
+def service_of(name: str | None = None, namespace: str | None = None, resources: Any = None, **arguments: Any) -> Any:
+    kind, given = engine_kind("vllm"), {**ARGUMENTS, **arguments}
+    return ray_service(kind, given, 3, name=name, namespace=namespace, resources=resources, verbose=True)
 
 
 def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) -> None:
@@ -383,31 +353,18 @@ def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) ->
 
 
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
-    with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN"):
-        ray_service(
-            engine_kind("vllm"),
-            {**ARGUMENTS, "hf_token": "hf_secret"},
-            1,
-            name=None,
-            namespace=None,
-            resources=None,
-            verbose=True,
-        )
+    with pytest.raises(ValueError, match=r"^hf_token: .* set HF_TOKEN"):
+        service_of(hf_token="hf_secret")
 
 
-def test_without_a_name_it_has_one_that_nobody_else_has_and_ends_with_its_driver(started: list[bool]) -> None:
-    one, two = service_of(), service_of()
+def test_with_a_name_it_outlives_its_driver_and_without_has_one_that_nobody_else_has(started: list[bool]) -> None:
+    one, two, named = service_of(), service_of(), service_of("policy", "ours", {"CPU": 3, "slot": 1})
     assert one.name != two.name
-    assert not one.detached
-    assert one.namespace == "torchrl_moe"
+    assert (one.namespace, one.detached) == ("torchrl_moe", False)
     assert (one.num_replicas, one.arguments, one.verbose) == (3, ARGUMENTS, True)
     assert one.resources == {"CPU": 2.0}  # for each of its devices
-
-
-def test_with_a_name_it_outlives_its_driver(started: list[bool]) -> None:
-    service = service_of("policy", "ours", {"CPU": 3, "slot": 1})
-    assert (service.name, service.namespace, service.detached) == ("policy", "ours", True)
-    assert service.resources == {"CPU": 3.0, "slot": 1.0}
+    assert (named.name, named.namespace, named.detached) == ("policy", "ours", True)
+    assert named.resources == {"CPU": 3.0, "slot": 1.0}
 
 
 def test_a_cluster_that_ends_with_this_process_cannot_keep_a_service(started: list[bool]) -> None:

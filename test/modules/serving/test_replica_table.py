@@ -13,7 +13,6 @@ from support.clock import Clock
 from support.services import listening
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import (
-    TRANSITIONS,
     Breaker,
     BreakerState,
     CacheUsage,
@@ -28,13 +27,12 @@ from torchrl_moe.modules.serving.candidates import (
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
 
-@pytest.mark.parametrize("index", [-1, 2, 99])
-def test_an_index_out_of_range_is_named_with_the_range(index: int) -> None:
+def test_an_index_out_of_range_is_named_with_the_range() -> None:
     table = ReplicaTable("ab")
-    with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
-        table[index]
-    with pytest.raises(IndexError, match="out of range"):
-        table.set_state(index, ReplicaState.SERVING)
+    for index in (-1, 2, 99):
+        for use in (table.__getitem__, lambda one: table.set_state(one, ReplicaState.SERVING)):
+            with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
+                use(index)
 
 
 def test_only_those_that_serve_a_version_in_range_are_candidates() -> None:
@@ -104,7 +102,7 @@ def test_a_lost_cache_has_another_number() -> None:
     assert lost()
     table.mark_dead(1)
     assert lost()
-    table.set_state(1, ReplicaState.STARTING)
+    table.replace(1, "c")
     assert lost()
     assert table[0].cache == 0
 
@@ -137,15 +135,13 @@ def test_a_death_is_noted_once_and_not_of_another_replica_in_its_place() -> None
     assert (table[0].state, table[0].replica, table[0].restarts) == (ReplicaState.STARTING, second, 1)
 
 
-def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_table_remembers_the_latest() -> None:
+def test_a_new_replica_has_the_checkpoints_weights_and_the_table_remembers_the_latest() -> None:
     table = ReplicaTable(["a"])
     table.set_state(0, ReplicaState.SERVING)
     table.set_version(0, 3)
-    cache = table[0].cache
     table.mark_dead(0)
     table.replace(0, "b")
     assert (table[0].version, table.latest_version) == (0, 3)
-    assert table[0].cache != cache
     with pytest.raises(ValueError, match="STARTING cannot become STARTING"):
         table.replace(0, "c")
 
@@ -203,9 +199,10 @@ def test_of_many_replicas_a_table_prints_the_counts_and_the_first_few() -> None:
         table.mark_dead(index)
     lines = ", ".join(f"#{index} {'DEAD' if index in (1, 2) else 'SERVING'} v0 inflight=0" for index in range(8))
     assert repr(table) == f"ReplicaTable(1021 SERVING, 3 DEAD: {lines} and 1016 more)"
+    assert repr(table[0].state) == "SERVING"
 
 
-# -- which state may follow which: all 36 pairs, written out again by hand ---------------------------------------------
+# -- which state may follow which: all pairs, written out again by hand ------------------------------------------------
 
 
 # from (row) to (column): x may, . may not
@@ -220,25 +217,20 @@ DEAD         x         .        .         .        .            .
 """
 
 
-def pairs() -> list[tuple[str, str, bool]]:
+def test_only_the_drawn_transitions_are_allowed() -> None:
     header, *rows = (line.split() for line in TABLE.strip().splitlines())
-    return [(row[0], new, cell == "x") for row in rows for new, cell in zip(header, row[1:], strict=True)]
-
-
-def test_the_table_has_every_pair_of_states() -> None:
+    drawn = {(row[0], new): cell for row in rows for new, cell in zip(header, row[1:], strict=True)}
     names = {state.name for state in ReplicaState}
-    assert {(old, new) for old, new, _ in pairs()} == {(old, new) for old in names for new in names}
-    assert len(pairs()) == 36
-    assert set(TRANSITIONS) == set(ReplicaState)
-
-
-@pytest.mark.parametrize(("old", "new", "allowed"), pairs())
-def test_only_the_drawn_transitions_are_allowed(old: str, new: str, allowed: bool) -> None:
-    if allowed:
-        check_transition(ReplicaState[old], ReplicaState[new])
-        return
-    with pytest.raises(ValueError, match=f"^a replica that is {old} cannot become {new}; allowed: "):
-        check_transition(ReplicaState[old], ReplicaState[new])
+    assert drawn.keys() == {(old, new) for old in names for new in names}
+    found = {}
+    for old, new in drawn:
+        try:
+            check_transition(ReplicaState[old], ReplicaState[new])
+            found[old, new] = "x"
+        except ValueError as error:
+            assert str(error).startswith(f"a replica that is {old} cannot become {new}; allowed: ")
+            found[old, new] = "."
+    assert found == drawn
 
 
 # -- the breaker of one replica, with a clock set by hand --------------------------------------------------------------
@@ -271,7 +263,7 @@ def test_failures_within_the_window_open_it() -> None:
     assert breaker(0.0, 5.0, 10.1, 14.9)[0].state is BreakerState.OPEN
 
 
-def test_an_open_one_takes_nothing_until_it_has_cooled_down() -> None:
+def test_an_open_one_takes_nothing_until_it_has_cooled_down_and_then_a_few_at_a_time() -> None:
     made, clock = breaker(0.0, 0.0, 0.0)
     assert made.blocks
     clock.now = 4.9
@@ -281,10 +273,6 @@ def test_an_open_one_takes_nothing_until_it_has_cooled_down() -> None:
     made.cool()
     assert made.state is BreakerState.HALF_OPEN
     assert not made.blocks
-
-
-def test_a_half_open_one_takes_a_few_at_a_time() -> None:
-    made, _ = half_open()
     assert (made.take(), made.blocks) == (True, False)
     assert (made.take(), made.blocks) == (True, True)
     made.tried(None)
@@ -307,7 +295,6 @@ def test_a_failure_opens_a_half_open_one_again_for_as_long() -> None:
     made.take()
     made.failed()
     made.tried(False)
-    assert made.state is BreakerState.OPEN
     clock.now = 9.9
     made.cool()
     assert made.state is BreakerState.OPEN
@@ -317,11 +304,12 @@ def test_a_failure_opens_a_half_open_one_again_for_as_long() -> None:
     assert (made.take(), made.take(), made.blocks) == (True, True, True)  # the earlier trial is over
 
 
-def test_a_good_end_of_a_trial_of_before_does_not_close_an_open_one() -> None:
+@pytest.mark.parametrize("well", [True, False])
+def test_a_trial_of_before_does_not_close_an_open_one(well: bool) -> None:
     made, _ = half_open()
     made.take()
     made.failed()
-    made.tried(True)
+    made.tried(well)
     assert made.state is BreakerState.OPEN
 
 
@@ -369,11 +357,6 @@ def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> Non
     assert load_bound(idle, 1.15, 1.0) == pytest.approx(1.25)
 
 
-def test_delays_double_up_to_the_longest_however_many_there_were() -> None:
-    policy = FaultPolicy(first_delay=0.25, longest_delay=1.5)
-    assert [policy.delay(recent) for recent in (0, 1, 2, 3, 10**6)] == [0.25, 0.5, 1.0, 1.5, 1.5]
+def test_delays_stop_at_the_longest_however_many_there_were() -> None:
+    assert FaultPolicy(first_delay=0.25, longest_delay=1.5).delay(10**6) == 1.5
     assert FaultPolicy(first_delay=0.0).delay(5) == 0.0
-
-
-def test_a_state_prints_as_its_name() -> None:
-    assert repr(ReplicaState.SYNCING) == "SYNCING"

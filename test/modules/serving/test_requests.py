@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import pickle
-import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -49,7 +48,6 @@ REFUSED = (ValueError, TypeError, IndexError)
 CALL = ["prompt_token_ids", "resume", "use_tqdm", "lora_request", "prompt_adapter_request", "guided_options_request"]
 CALL += ["timeout_seconds", "actor_index", "session_ids", "request_ids", "priority", "group_ids", "request_context"]
 CALL += ["return_routed_experts", "routed_experts", "on_resume"]
-SCORE = ["routed_experts", "temperature", "kept", "lora_request", "actor_index", "timeout_seconds", "use_tqdm"]
 
 
 def shown(value: Any) -> str:
@@ -80,6 +78,7 @@ def taken(name: str, call: Callable[[Any], Any]) -> list[str]:
 # Of those thrown, what has a meaning; nothing else has.
 FLOATS, NONE, BOOL = ["1.5"], ["None"], ["True"]
 LARGE = ["109951162777", "118059162071"]
+COUNT, POSITIVE = [*NONE, *LARGE], ["inf", *FLOATS, *LARGE]
 SAMPLED = {
     **dict.fromkeys(FIELDS, NONE),
     **{key: [*FLOATS, "-1"] for key in ("presence_penalty", "frequency_penalty")},
@@ -133,22 +132,24 @@ def test_an_argument_of_generate(engine: FakeAsyncVLLM, name: str) -> None:
         "return_routed_experts": BOOL,
         "request_ids": [*NONE, "'3'"],
         "priority": ["-1"],
-        "timeout_seconds": [*NONE, "inf", *FLOATS, *LARGE],
+        "timeout_seconds": [*NONE, *POSITIVE],
         **{key: [*NONE, "{}"] for key in ("lora_request", "guided_options_request", "request_context")},
     }
     assert taken(name, call) == expected.get(name, NONE)
 
 
-@pytest.mark.parametrize("name", SCORE)
-def test_an_argument_of_score(engine: FakeAsyncVLLM, name: str) -> None:
-    expected = {
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        **dict.fromkeys(("routed_experts", "kept", "actor_index"), NONE),
         "temperature": [*FLOATS, *LARGE],
         "use_tqdm": BOOL,
-        "timeout_seconds": [*NONE, "inf", *FLOATS, *LARGE],
+        "timeout_seconds": [*NONE, *POSITIVE],
         "lora_request": [*NONE, "{}"],
-    }
-    found = taken(name, lambda value: engine.score([1, 2], **{name: value}))
-    assert found == expected.get(name, NONE)
+    }.items(),
+)
+def test_an_argument_of_score(engine: FakeAsyncVLLM, name: str, expected: list[str]) -> None:
+    assert taken(name, lambda value: engine.score([1, 2], **{name: value})) == expected
 
 
 @pytest.mark.parametrize("value", THROWN, ids=shown)
@@ -156,42 +157,6 @@ def test_prompts(engine: FakeAsyncVLLM, value: Any) -> None:
     asked = {"prompts": value} if value is not None else {}
     is_taken = outcome("prompt", lambda: engine.generate(**asked, use_tqdm=False))
     assert is_taken == (value == "3")
-
-
-@pytest.mark.parametrize("ids", [[1, True], [True, 1], [[1, 2], [3, False]]], ids=str)
-def test_a_bool_is_no_token(engine: FakeAsyncVLLM, ids: Any) -> None:
-    with pytest.raises(TypeError, match=r"integer token ids, got (True|False) at [01]"):
-        engine.generate(ids, use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda output: {"token_ids": output.token_ids * 0 + 2**40}, "answer 0 holds the token id 1099511627776"),
-        (lambda output: {"token_ids": output.token_ids * 0 - 1}, "answer 0 holds the negative token id -1"),
-        (lambda output: {"finish_reason": None}, "answer 0: finish_reason must be one of abort, length, .*got None"),
-        (lambda output: {"routed_experts": output.routed_experts * 0}, "layer . holds .* all zeros"),
-        (lambda output: {"routed_experts": output.routed_experts * 0 + 3}, "layer . holds expert 3 twice"),
-    ],
-)
-def test_what_is_resumed_is_checked_like_a_prompt(engine: FakeAsyncVLLM, edit: Any, words: str) -> None:
-    params = {"max_tokens": 8, "logprobs": 0}
-    whole = engine.generate([1, 2], params, use_tqdm=False)
-    assert isinstance(whole, Completion)
-    (output,) = whole.outputs
-    cut = replace(
-        output,
-        finish_reason="abort",
-        token_ids=output.token_ids[:3],
-        logprobs=output.logprobs[:3],
-        policy_versions=output.policy_versions[:3],
-        routed_experts=output.routed_experts[:4],
-    )
-    engine.generate(resume=replace(whole, outputs=[cut]), sampling_params=params, use_tqdm=False)
-    with pytest.raises(ValueError, match=rf"resume\[0\], {'.*' if 'layer' in words else ''}{words}"):
-        engine.generate(
-            resume=replace(whole, outputs=[replace(cut, **edit(cut))]), sampling_params=params, use_tqdm=False
-        )
 
 
 def test_more_answers_than_a_call_may_ask_for_are_refused_before_any_is_made(engine: FakeAsyncVLLM) -> None:
@@ -203,41 +168,39 @@ def test_more_answers_than_a_call_may_ask_for_are_refused_before_any_is_made(eng
         engine.generate([1], {"max_tokens": 1 << 21}, use_tqdm=False)
 
 
-def test_a_fault_policy() -> None:
-    for field in fields(FaultPolicy):
-        whole = field.name in ("attempts", "max_restarts", "breaker_failures", "breaker_trials")
-        seconds = ["inf", *FLOATS, *LARGE]
-        expected = BOOL if field.name == "restart" else seconds[2:] if whole else seconds
-        assert taken(field.name, lambda value, name=field.name: FaultPolicy(**{name: value})) == expected
+def balanced(**kwargs: Any) -> None:
+    LoadBalancer(["a"], **kwargs).acquire([1, 2])
 
 
-OF_STRATEGIES: list[tuple[Callable[..., Any], str, list[str]]] = [
-    *((make, "prefix_length", [*NONE, *LARGE]) for make in (Settings, PrefixAware)),
-    *((make, "overload_threshold", ["inf", *FLOATS, *LARGE]) for make in (Settings, PrefixAware, SessionAffinity)),
-    *((SessionAffinity, name, ["inf", *FLOATS, *LARGE]) for name in ("margin", "idle_seconds")),
-    (KVCache, "max_age", ["inf", *FLOATS, *LARGE]),
-    *((make, "clock", []) for make in (Settings, KVCache, SessionAffinity)),
-    *((make, "rng", NONE) for make in (Settings, PowerOfTwo)),
-    (PrefixAware, "index", NONE),
-]
+def acquired(**kwargs: Any) -> None:
+    balancer = LoadBalancer(["a"])
+    balancer.replica_table.set_version(0, 2**70)
+    balancer.acquire(**kwargs)
 
 
-@pytest.mark.parametrize(("make", "name", "expected"), OF_STRATEGIES)
-def test_an_argument_of_a_strategy(make: Callable[..., Any], name: str, expected: list[str]) -> None:
-    assert taken(name, lambda value: make(**{name: value})) == expected
+WHOLE = ("attempts", "max_restarts", "breaker_failures", "breaker_trials")
+OTHERS: dict[Callable[..., Any], dict[str, list[str]]] = {
+    FaultPolicy: {
+        field.name: BOOL if field.name == "restart" else LARGE if field.name in WHOLE else POSITIVE
+        for field in fields(FaultPolicy)
+    },
+    Settings: {"prefix_length": COUNT, "overload_threshold": POSITIVE, "clock": [], "rng": NONE},
+    PrefixAware: {"prefix_length": COUNT, "overload_threshold": POSITIVE, "index": NONE},
+    SessionAffinity: {"overload_threshold": POSITIVE, "margin": POSITIVE, "idle_seconds": POSITIVE, "clock": []},
+    KVCache: {"max_age": POSITIVE, "clock": []},
+    PowerOfTwo: {"rng": NONE},
+    balanced: {"strategy": NONE, "prefix_length": COUNT, "overload_threshold": POSITIVE, "clock": [], "rng": NONE},
+    acquired: {
+        "session_id": [*NONE, "'3'"],
+        "group_id": [*NONE, "'3'"],
+        "min_version": [*NONE, LARGE[0], "-1", LARGE[1]],
+    },
+}
 
 
-@pytest.mark.parametrize("name", ["strategy", "prefix_length", "overload_threshold", "clock", "rng"])
-def test_an_argument_of_the_balancer(name: str) -> None:
-    expected = {
-        "strategy": NONE,
-        "prefix_length": [*NONE, *LARGE],
-        "overload_threshold": ["inf", *FLOATS, *LARGE],
-        "rng": NONE,
-    }
-    found = taken(name, lambda value: LoadBalancer(["a"], **{name: value}).acquire([1, 2]))
-    assert found == expected.get(name, [])
-    assert LoadBalancer(["a"], rng=random.Random(0)).acquire().index == 0
+@pytest.mark.parametrize(("make", "name"), [(make, name) for make, names in OTHERS.items() for name in names])
+def test_an_argument_of_a_policy_a_strategy_or_a_balancer(make: Callable[..., Any], name: str) -> None:
+    assert taken(name, lambda value: make(**{name: value})) == OTHERS[make][name]
 
 
 SERVICE = {
@@ -247,7 +210,7 @@ SERVICE = {
     "backend": [],
     "sampling_params": [*NONE, "{}"],
     "verbose": BOOL,
-    "max_concurrent_requests": [*NONE, *LARGE],
+    "max_concurrent_requests": COUNT,
     "faults": NONE,
     "metrics": BOOL,
     "log_folder": [*NONE, "'3'"],
@@ -258,6 +221,10 @@ SERVICE = {
     "actor_class": NONE,
 }
 """By default; what else ``backend="ray"`` takes is refused here by name."""
+PRETRAINED = {
+    **dict.fromkeys(("num_devices", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), NONE),
+    **dict.fromkeys(("compile", "enable_fp32_output", "verbose"), BOOL),
+}
 
 
 @pytest.fixture
@@ -268,30 +235,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", SERVICE)
+@pytest.mark.parametrize("name", SERVICE | PRETRAINED)
 def test_an_argument_of_a_service(started: list[Any], name: str) -> None:
     assert SERVICE.keys() <= inspect.signature(AsyncVLLM).parameters.keys()
-    assert taken(name, lambda value: AsyncVLLM({"model": "m"}, **{name: value})) == SERVICE[name]
+    expected = (SERVICE | PRETRAINED)[name]
+    if name in SERVICE:
+        assert taken(name, lambda value: AsyncVLLM({"model": "m"}, **{name: value})) == expected
     if name not in ("enable_prefix_caching", "actor_class"):
-        assert taken(name, lambda value: AsyncVLLM.from_pretrained("m", **{name: value})) == SERVICE[name]
-        assert len(started) == len(SERVICE[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("num_devices", NONE),
-        ("tensor_parallel_size", NONE),
-        ("pipeline_parallel_size", NONE),
-        ("data_parallel_size", NONE),
-        ("compile", BOOL),
-        ("enable_fp32_output", BOOL),
-        ("verbose", BOOL),
-    ],
-)
-def test_an_argument_of_from_pretrained(started: list[Any], name: str, expected: list[str]) -> None:
-    assert taken(name, lambda value: AsyncVLLM.from_pretrained("m", **{name: value})) == expected
-    assert len(started) == len(expected)
+        assert taken(name, lambda value: AsyncVLLM.from_pretrained("m", **{name: value})) == expected
+        assert len(started) == len(expected)
 
 
 COMMANDS: list[tuple[str, str, list[str]]] = [
@@ -319,15 +271,6 @@ def test_an_argument_of_a_command(command: str, name: str, expected: list[str]) 
         assert taken(name, lambda value: getattr(engine, command)(**{name: value})) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("min_version", ["-1"]), ("session_id", ["'3'"]), ("group_id", ["'3'"])]
-)
-def test_what_is_asked_of_the_balancer(name: str, expected: list[str]) -> None:
-    balancer = LoadBalancer(["a"])
-    found = [one for one in THROWN if name != "min_version" or type(one) is not int or one < 0]
-    assert [shown(v) for v in found if outcome(name, lambda v=v: balancer.acquire(**{name: v}))] == [*NONE, *expected]
-
-
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +283,7 @@ def plain(prompts: Any = None, prompt_token_ids: Any = None) -> Any:
     return listed[0] if batch.single else listed
 
 
-ONE = [
+PROMPTS = [
     pytest.param("hi", "hi", id="text"),
     pytest.param([1, 2], [1, 2], id="list"),
     pytest.param([7], [7], id="list of one id"),
@@ -356,9 +299,7 @@ ONE = [
     pytest.param({"prompt_token_ids": torch.tensor([1, 2])}, [1, 2], id="TokensPrompt of a tensor"),
     pytest.param({"prompt_token_ids": [1, 2], "prompt": "hi"}, [1, 2], id="TokensPrompt with its text"),
     pytest.param({"prompt_token_ids": None, "prompt": "hi"}, "hi", id="TextPrompt with an unset field"),
-]
-
-MANY = [
+    pytest.param([2**31 - 1], [2**31 - 1], id="the largest id"),
     pytest.param(["hi"], ["hi"], id="one-item list of text"),
     pytest.param(["a", "b"], ["a", "b"], id="texts"),
     pytest.param([[1, 2]], [[1, 2]], id="one-item list of ids"),
@@ -375,15 +316,8 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), ONE)
-def test_one_prompt(given: Any, expected: Any) -> None:
-    assert normalise_prompts(given).single
-    assert plain(given) == expected
-
-
-@pytest.mark.parametrize(("given", "expected"), MANY)
-def test_many_prompts_keep_their_order(given: Any, expected: Any) -> None:
-    assert not normalise_prompts(given).single
+@pytest.mark.parametrize(("given", "expected"), PROMPTS)
+def test_one_prompt_or_many_in_their_order(given: Any, expected: Any) -> None:
     assert plain(given) == expected
 
 
@@ -392,221 +326,249 @@ def test_token_ids_may_come_under_their_own_name(given: Any) -> None:
     assert plain(prompt_token_ids=given) == plain(given)
 
 
-def test_neither_is_refused() -> None:
-    with pytest.raises(ValueError, match="must specify either prompts or prompt_token_ids"):
-        normalise_prompts()
+NO_PROMPTS: list[tuple[type[Exception], str, list[Any]]] = [
+    (ValueError, "^prompts is an empty prompt", ["", np.array([], int), torch.tensor([], dtype=torch.long)]),
+    (ValueError, r"^prompts\[1\] is an empty prompt", [["a", ""], [[1], []]]),
+    (ValueError, r"^prompts\[0\] is an empty prompt", [torch.zeros((2, 0), dtype=torch.long)]),
+    (ValueError, r"^prompts\['prompt'\] is an empty prompt", [{"prompt": ""}]),
+    (ValueError, r"^prompts\[0\]\['prompt_token_ids'\] is an empty prompt", [[{"prompt_token_ids": []}]]),
+    (TypeError, r"^prompts has neither 'prompt_token_ids' nor 'prompt'; its keys are \['text'\]", [{"text": "hi"}]),
+    (
+        ValueError,
+        r"^prompts\[1\] holds the negative token id -1",
+        [[[1], [4, -1]], torch.tensor([[1, 2], [-1, 0]]), np.array([[1, 2], [3, -1]])],
+    ),
+    (
+        ValueError,
+        r"^prompts holds the token id \d+; the largest possible one is 2147483647",
+        [[1, 2**31], np.array([2**40, 2**31]), np.array([2**31], np.uint32)],
+    ),
+    (
+        TypeError,
+        r"^prompts must be a flat list of integer token ids",
+        [
+            *([1, 2.5], [1, "a"], [1, [2]], [1, 2**70], b"hi"),
+            *(np.array([1.0, 2.0]), torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16)),
+            torch.tensor([True]),
+        ],
+    ),
+    (
+        TypeError,
+        r"^prompts\[0\] must be a flat list of integer token ids",
+        [[[1, [2]]], [[[1]]], np.zeros((2, 2, 2), int), [torch.tensor(1), torch.tensor(2)]],
+    ),
+    (TypeError, r"^prompts must .* integer token ids, got True at 0", [[True, False], [True, 1]]),
+    (TypeError, r"^prompts must .* integer token ids, got True at 1", [[1, True]]),
+    (TypeError, r"^prompts\[1\] must .* integer token ids, got False at 1", [[[1, 2], [3, False]]]),
+    (
+        TypeError,
+        r"^prompts must be text, token ids or a list of them, got (int|float|object|set|list_iterator|ndarray|Tensor)$",
+        [3, 2.5, object(), {1, 2}, iter([1]), np.array(3), torch.tensor(3)],
+    ),
+    (TypeError, r"^prompts\[0\] must be text or token ids, got (float|NoneType)$", [[1.0, 2.0], [None]]),
+    (TypeError, r"^prompts\[1\] must be text or token ids, got int$", [["a", 1]]),
+]
 
 
-@pytest.mark.parametrize("empty", ["", []])
-def test_both_are_refused_even_if_one_is_empty(empty: Any) -> None:
-    with pytest.raises(ValueError, match="cannot specify both prompts and prompt_token_ids"):
-        normalise_prompts("hi", [1])
-    with pytest.raises(ValueError, match="cannot specify both"):
-        normalise_prompts(empty, [1])
+@pytest.mark.parametrize(
+    ("given", "error", "words"), [(given, error, words) for error, words, row in NO_PROMPTS for given in row]
+)
+def test_what_is_no_prompt_is_refused_by_its_place(given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        normalise_prompts(given)
 
 
 @pytest.mark.parametrize("name", ["prompts", "prompt_token_ids"])
-@pytest.mark.parametrize("empty", [[], (), np.zeros((0, 3), int), torch.zeros((0, 3), dtype=torch.long)], ids=repr)
-def test_an_empty_list_is_refused_by_the_name_it_came_under(name: str, empty: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name} cannot be empty"):
-        normalise_prompts(**{name: empty})
-
-
-@pytest.mark.parametrize(
-    ("given", "where"),
-    [
-        ("", "prompts"),
-        (["a", ""], r"prompts\[1\]"),
-        ([[1], []], r"prompts\[1\]"),
-        (np.array([], int), "prompts"),
-        (torch.tensor([], dtype=torch.long), "prompts"),
-        (torch.zeros((2, 0), dtype=torch.long), r"prompts\[0\]"),
-        ({"prompt": ""}, r"prompts\['prompt'\]"),
-        ([{"prompt_token_ids": []}], r"prompts\[0\]\['prompt_token_ids'\]"),
-    ],
-)
-def test_an_empty_prompt_is_refused_by_its_place(given: Any, where: str) -> None:
-    with pytest.raises(ValueError, match=f"^{where} is an empty prompt"):
-        normalise_prompts(given)
-
-
-@pytest.mark.parametrize(
-    "given", [[[1], [4, -1]], torch.tensor([[1, 2], [-1, 0]]), np.array([[1, 2], [3, -1]])], ids=str
-)
-def test_a_negative_id_is_refused_by_its_place(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"^prompts\[1\] holds the negative token id -1"):
-        normalise_prompts(given)
-
-
-@pytest.mark.parametrize("given", [[1, 2**31], np.array([2**40, 2**31]), np.array([2**31], np.uint32)], ids=str)
-def test_an_id_that_does_not_fit_is_refused_and_not_wrapped_around(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"^prompts holds the token id \d+; the largest possible one is 2147483647"):
-        normalise_prompts(given)
-    assert plain([2**31 - 1]) == [2**31 - 1]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param([1, 2.5], id="a float among ids"),
-        pytest.param(np.array([1.0, 2.0]), id="float array"),
-        pytest.param(torch.tensor([1.0]), id="float tensor"),
-        pytest.param(torch.tensor([1.0], dtype=torch.bfloat16), id="bfloat16 tensor"),
-        pytest.param([True, False], id="bools"),
-        pytest.param(torch.tensor([True]), id="bool tensor"),
-        pytest.param([1, "a"], id="ids and text"),
-        pytest.param([1, [2]], id="an id and a list"),
-        pytest.param([[1, [2]]], id="a nested list"),
-        pytest.param([[[1]]], id="too deep"),
-        pytest.param(np.zeros((2, 2, 2), int), id="3-D"),
-        pytest.param(b"hi", id="bytes"),
-        pytest.param([1, 2**70], id="beyond 64 bits"),
-        pytest.param([torch.tensor(1), torch.tensor(2)], id="list of scalars"),
-    ],
-)
-def test_something_else_than_a_flat_list_of_integers_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"^prompts(\[0\])? must be a flat list of integer token ids"):
-        normalise_prompts(given)
-
-
-@pytest.mark.parametrize(
-    "given", [3, 2.5, object(), {1, 2}, iter([1]), np.array(3), torch.tensor(3)], ids=lambda value: type(value).__name__
-)
-def test_something_that_is_no_prompt_is_refused_by_its_type(given: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"prompts must be text, token ids or a list of them, got {type(given).__name__}"
-    ):
-        normalise_prompts(given)
-
-
-@pytest.mark.parametrize("given", [[1.0, 2.0], ["a", 1], [None]], ids=repr)
-def test_an_item_that_is_no_prompt_is_refused_by_its_place(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"prompts\[[01]\] must be text or token ids, got (float|int|NoneType)"):
-        normalise_prompts(given)
+def test_prompts_come_one_way_and_there_is_at_least_one(name: str) -> None:
+    for empty in ([], (), np.zeros((0, 3), int), torch.zeros((0, 3), dtype=torch.long)):
+        with pytest.raises(ValueError, match=f"^{name} cannot be empty"):
+            normalise_prompts(**{name: empty})
+    with pytest.raises(ValueError, match="must specify either prompts or prompt_token_ids"):
+        normalise_prompts()
+    for given in ("hi", "", []):
+        with pytest.raises(ValueError, match="cannot specify both prompts and prompt_token_ids"):
+            normalise_prompts(given, [1])
+    with pytest.raises(ValueError, match=f"cannot specify both {name} and resume"):
+        normalise_prompts(**{name: [1], "resume": answer()})
 
 
 # -- completions to resume --------------------------------------------------------------------------------------------
 
 
-def an_answer() -> Completion:
-    return FakeReplica().submit([Request(request_id="a", sampling_params=None, prompt="hi")])[0].result()
+PARAMS = {"max_tokens": 8, "logprobs": 0, "n": 2}
+
+
+def answer(prompt: Any = "hi") -> Completion:
+    """Two answers of eight tokens."""
+    ids = None if isinstance(prompt, str) else np.array(prompt, np.int32)
+    text = prompt if ids is None else None
+    asked = Request(request_id="r", sampling_params=PARAMS, prompt=text, prompt_token_ids=ids)
+    return FakeReplica().submit([asked])[0].result()
+
+
+def changed(completion: Completion, **fields: Any) -> Completion:
+    first, second = completion.outputs
+    return replace(completion, outputs=[replace(first, **fields), second])
+
+
+def resuming(completion: Completion, **fields: Any) -> Request:
+    return make_request(completion, Request(**{"request_id": "new", "sampling_params": PARAMS, **fields}))
 
 
 def test_completions_to_resume_are_prompts_too() -> None:
-    one, two = an_answer(), an_answer()
+    one, two = answer(), answer()
     batch = normalise_prompts(resume=one)
     assert batch.single and batch.prompts[0] is one
     for several in ([one, two], (one, two)):
         batch = normalise_prompts(resume=several)
         assert not batch.single and batch.prompts[0] is one and batch.prompts[1] is two
-
-
-@pytest.mark.parametrize("other", ["prompts", "prompt_token_ids"])
-def test_completions_and_prompts_together_are_refused(other: str) -> None:
-    with pytest.raises(ValueError, match=f"cannot specify both {other} and resume: pass one of them"):
-        normalise_prompts(**{other: [1], "resume": an_answer()})
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [("hi", "got str"), ([object()], "got a list with object at 0"), ({}, "got dict"), (iter([]), "got list_iterator")],
-)
-def test_something_else_than_completions_is_not_resumed(given: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=f"resume must be a Completion or a list of them, .*{words}"):
-        normalise_prompts(resume=given)
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        ({"text": None}, r"Expected `str`, got `null` - at `\$\.outputs\[0\]\.text`"),
-        ({"logprobs": [-0.5]}, r"at `\$\.outputs\[0\]\.logprobs`"),
-        ({"resume": None}, r"at `\$\.outputs\[0\]\.resume`"),
-    ],
-)
-def test_a_completion_that_an_engine_could_not_read_is_not_resumed(edit: Any, words: str) -> None:
-    one = an_answer()
-    with pytest.raises(ValueError, match=rf"resume\[1\]: .*{words}"):
-        normalise_prompts(resume=[one, replace(one, outputs=[replace(one.outputs[0], **edit)])])
-    odd: Any = None
-    for other in (replace(one, num_cached_tokens=odd), replace(one, metrics=replace(one.metrics, queue_seconds=odd))):
-        with pytest.raises(ValueError, match=r"resume\[0\]: .* at `\$\.(num_cached_tokens|metrics\.queue_seconds)`"):
-            normalise_prompts(resume=other)
     assert normalise_prompts(resume=replace(one, num_cached_tokens=np.int64(2))).prompts
 
 
-def test_completions_of_nothing_are_not_resumed() -> None:
-    one = an_answer()
-    with pytest.raises(ValueError, match="resume cannot be empty: the error that it is from did not end a generate"):
-        normalise_prompts(resume=[])
-    with pytest.raises(ValueError, match=r"resume\[1\] has no answer"):
-        normalise_prompts(resume=[one, replace(one, outputs=[])])
-    with pytest.raises(ValueError, match=r"resume\[1\] has no prompt"):
-        normalise_prompts(resume=[one, replace(one, prompt=None, prompt_token_ids=np.empty(0, np.int64))])
+def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
+    partial = cut(answer(), 3, None)
+    request = resuming(partial, priority=4)
+    assert request.resume is partial
+    assert (request.request_id, request.prompt, request.priority) == ("new", None, 4)
+    assert request.prompt_token_ids is not None
+    assert (request.prompt_token_ids.tolist(), request.prompt_token_ids.dtype) == ([104, 105], np.int32)
+    assert whole(request) is None
+    without = changed(partial, routed_experts=None)  # routes that are not asked for may be missing
+    check_resume(resuming(without, return_routed_experts=False), 0, LAYOUT)
+    check_resume(resuming(without), 0, None)
 
 
-def test_a_dictionary_without_a_prompt_is_refused_by_its_keys() -> None:
-    with pytest.raises(
-        TypeError, match=r"prompts has neither 'prompt_token_ids' nor 'prompt'; its keys are \['text'\]"
+@pytest.mark.parametrize("prompt", ["hi", [104, 105]])
+def test_what_had_no_token_begins_with_its_own_prompt(prompt: Any) -> None:
+    request = resuming(cut(answer(prompt), 0, 0))
+    assert request.resume is None
+    assert request.prompt == (prompt if isinstance(prompt, str) else None)
+    assert (request.prompt_token_ids is None) is isinstance(prompt, str)
+    assert whole(request) is None
+    check_resume(request, 0, LAYOUT)
+
+
+def test_what_is_whole_is_the_answer_whatever_is_asked_for_now() -> None:
+    done = answer()
+    request = resuming(done, sampling_params={"n": 5})
+    assert whole(request) is done
+    check_resume(request, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"token_ids": np.full(3, 2**40)}, "holds the token id 1099511627776"),
+        ({"token_ids": np.full(3, -1)}, "holds the negative token id -1"),
+        ({"finish_reason": None}, "finish_reason must be one of abort, length, .*got None"),
+        ({"text": None}, r"Expected `str`, got `null` - at `\$\.outputs\[0\]\.text`"),
+        ({"logprobs": [-0.5]}, r"at `\$\.outputs\[0\]\.logprobs`"),
+        ({"resume": None}, r"at `\$\.outputs\[0\]\.resume`"),
+        ({"policy_versions": np.zeros(2, np.int32)}, "2 prompt tokens, 3 tokens, lengths .*'policy_versions': 2"),
+        ({"logprobs": np.zeros(4, np.float32)}, "2 prompt tokens, 3 tokens, lengths .*'logprobs': 4"),
+        (
+            {"kept": KeptIds(np.zeros(1, np.int32), np.array([1, 0], np.int32))},
+            "2 prompt tokens, 3 tokens, lengths .*'kept': 2",
+        ),
+        (
+            {"kept": KeptIds(np.zeros(2, np.int32), np.array([1, 0, -2], np.int32))},
+            "it has 2 kept ids, and their sizes say 3",
+        ),
+        ({"logprobs": None}, "it has no log-probs, which sampling_params ask for"),
+        ({"routed_experts": None}, "it has no routes: pass return_routed_experts=False"),
+        ({"routed_experts": np.zeros((4, 5, 2), np.uint8)}, r"shape \[4, 5, 2\], but this engine gives \[4, 4, 2\]"),
+        ({"routed_experts": np.zeros((3, 4, 2), np.uint8)}, r"shape \[3, 4, 2\], but this engine gives \[4, 4, 2\]"),
+        ({"routed_experts": np.full((4, 4, 2), 200, np.uint8)}, r"200\.\.200 of uint8, .* has experts 0\.\.7"),
+        ({"routed_experts": np.full((4, 4, 2), -1, np.int8)}, r"its routes are -1\.\.-1 of int8"),
+        ({"routed_experts": np.zeros((4, 4, 2), np.float32)}, r"its routes are 0\.0\.\.0\.0 of float32"),
+        ({"routed_experts": np.zeros((4, 4, 2), np.uint8)}, "layer . holds .* all zeros"),
+        ({"routed_experts": np.full((4, 4, 2), 3, np.uint8)}, "layer . holds expert 3 twice"),
+    ],
+)
+def test_what_is_no_part_of_an_answer_is_not_resumed(engine: FakeAsyncVLLM, fields: dict[str, Any], words: str) -> None:
+    partial = cut(answer(), 3, None)
+    engine.generate(resume=partial, sampling_params=PARAMS, use_tqdm=False)
+    place = r"^resume\[1\]: .*" if "`" in words else r"^resume\[1\], answer 0[: ].*"
+    with pytest.raises(ValueError, match=place + words):
+        engine.generate(resume=[partial, changed(partial, **fields)], sampling_params=PARAMS, use_tqdm=False)
+
+
+def test_other_completions_that_no_engine_gave_are_not_resumed(engine: FakeAsyncVLLM) -> None:
+    one, odd = answer(), iter([])
+    nothing: Any = None
+    for given, error, words in (
+        ("hi", TypeError, "resume must be a Completion or a list of them, .*got str"),
+        ([object()], TypeError, "got a list with object at 0"),
+        ({}, TypeError, "got dict"),
+        (odd, TypeError, "got list_iterator"),
+        ([], ValueError, "resume cannot be empty"),
+        ([one, replace(one, outputs=[])], ValueError, r"resume\[1\] has no answer"),
+        (
+            [one, replace(one, prompt=None, prompt_token_ids=np.empty(0, np.int64))],
+            ValueError,
+            r"resume\[1\] has no prompt",
+        ),
+        (replace(one, num_cached_tokens=nothing), ValueError, r"resume\[0\]: .* at `\$\.num_cached_tokens`"),
+        (
+            replace(one, metrics=replace(one.metrics, queue_seconds=nothing)),
+            ValueError,
+            r"resume\[0\]: .* at `\$\.metrics\.queue_seconds`",
+        ),
     ):
-        normalise_prompts({"text": "hi"})
+        with pytest.raises(error, match=words):
+            normalise_prompts(resume=given)
+    for params in ({"n": 3}, {}, {"n": 1}):
+        words = rf"resume\[1\] has 2 answers, but sampling_params ask for n={params.get('n', 1)}"
+        with pytest.raises(ValueError, match=words):
+            engine.generate(resume=[one, cut(one, 3, None)], sampling_params=params, use_tqdm=False)
 
 
 # -- placements and routes ---------------------------------------------------------------------------------------------
 
 
-def test_names_come_one_for_each_prompt() -> None:
+def test_each_request_has_a_placement_of_its_own() -> None:
     assert request_ids_each(None, 3) is None
-    assert [where.session_id for where in placements(3)] == [None] * 3
-    assert [where.session_id for where in placements(1, session_ids="s")] == ["s"]
-    assert [where.session_id for where in placements(2, session_ids=("s", "s"))] == ["s", "s"]
-    with pytest.raises(ValueError, match="group_ids must have one entry per prompt: got 1 for 2 prompts"):
-        placements(2, group_ids="s")
-    with pytest.raises(ValueError, match="request_ids must have one entry per prompt"):
-        request_ids_each(["s"], 2)
-    with pytest.raises(ValueError, match="request_ids must differ from each other"):
-        request_ids_each(["s", "s"], 2)
-
-
-@pytest.mark.parametrize(
-    "values", [[3, "3", None], [np.int64(3), torch.tensor(3), None], ("3", 3, None)], ids=["ints", "arrays", "tuple"]
-)
-def test_the_number_of_a_group_is_its_name_as_text(values: Any) -> None:
-    assert [where.group_id for where in placements(3, group_ids=values)] == ["3", "3", None]
+    assert placements(0) == []
+    assert placements(2) == [Placement(), Placement()]
+    assert placements(1, session_ids="s") == [Placement(session_id="s")]
+    assert placements(2, session_ids=("s", "s")) == [Placement(session_id="s")] * 2
+    assert placements(
+        2, session_ids=["s", None], group_ids=[None, 7], min_version=[None, 3], request_context=[{"k": 1}, None]
+    ) == [Placement(session_id="s", request_context={"k": 1}), Placement(group_id="7", min_version=3)]
 
 
 @pytest.mark.parametrize("values", [torch.tensor([3, -4]), np.array([3, -4], np.int8), [3, -4], (3, np.int16(-4))])
-def test_numbers_come_in_whatever_holds_them(values: Any) -> None:
-    assert [where.group_id for where in placements(2, group_ids=values)] == ["3", "-4"]
+def test_numbers_come_in_whatever_holds_them_and_those_of_groups_are_names(values: Any) -> None:
+    assert placements(2, group_ids=values) == [Placement(group_id="3"), Placement(group_id="-4")]
     assert integers(values, 2, "priority") == [3, -4]
     assert [where.min_version for where in placements(2, min_version=values)] == [3, -4]
+    mixed = [values[0], "3", None]
+    assert [where.group_id for where in placements(3, group_ids=mixed)] == ["3", "3", None]
 
 
 @pytest.mark.parametrize("value", [5, np.int64(5), torch.tensor(5)])
 def test_one_value_is_for_all_prompts(value: Any) -> None:
     assert integers(value, 3, "priority") == [5, 5, 5]
-    assert (
-        placements(2, min_version=value, request_context={"k": 1}, actor_index=1)
-        == [Placement(min_version=5, request_context={"k": 1}, actor_index=1)] * 2
-    )
+    expected = Placement(min_version=5, request_context={"k": 1}, actor_index=1)
+    assert placements(2, min_version=value, request_context={"k": 1}, actor_index=1) == [expected] * 2
 
 
-def test_each_request_has_a_placement_of_its_own() -> None:
-    assert placements(0) == []
-    assert placements(2) == [Placement(), Placement()]
-    assert placements(
-        2,
-        session_ids=["s", None],
-        group_ids=[None, 7],
-        min_version=[None, 3],
-        request_context=[{"k": 1}, None],
-    ) == [Placement(session_id="s", request_context={"k": 1}), Placement(group_id="7", min_version=3)]
-
-
-@pytest.mark.parametrize("name", ["session_ids", "group_ids", "min_version", "request_context"])
-def test_a_list_has_one_entry_per_prompt(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must have one entry per prompt: got 1 for 2 prompts"):
-        placements(2, **{name: [None]})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *(
+            (lambda name=name: placements(2, **{name: [None]}), f"{name} must have one entry per prompt: got 1 for 2")
+            for name in ("session_ids", "group_ids", "min_version", "request_context")
+        ),
+        (lambda: placements(2, min_version=[1, 2, 3]), "min_version must have one entry per prompt: got 3 for 2"),
+        (lambda: placements(2, group_ids="s"), "group_ids must have one entry per prompt: got 1 for 2"),
+        (lambda: request_ids_each(["s"], 2), "request_ids must have one entry per prompt"),
+        (lambda: request_ids_each(["s", "s"], 2), "request_ids must differ from each other"),
+    ],
+)
+def test_a_list_has_one_entry_per_prompt(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 # -- routes to follow -------------------------------------------------------------------------------------------------
@@ -701,126 +663,26 @@ def test_rows_may_come_with_what_is_resumed() -> None:
     assert second is not None
 
 
-# -- what is resumed ---------------------------------------------------------------------------------------------------
-
-
-PARAMS = {"max_tokens": 8, "logprobs": 0, "n": 2}
-
-
-def answer(prompt: Any = "hi", **params: Any) -> Completion:
-    ids = None if isinstance(prompt, str) else np.array(prompt, np.int32)
-    text = prompt if ids is None else None
-    asked = Request(request_id="r", sampling_params={**PARAMS, **params}, prompt=text, prompt_token_ids=ids)
-    return FakeReplica().submit([asked])[0].result()
-
-
-def resuming(completion: Completion, **fields: Any) -> Request:
-    return make_request(completion, Request(**{"request_id": "new", "sampling_params": PARAMS, **fields}))
-
-
-def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
-    partial = cut(answer(), 3, None)
-    request = resuming(partial, priority=4)
-    assert request.resume is partial
-    assert (request.request_id, request.prompt, request.priority) == ("new", None, 4)
-    assert request.prompt_token_ids is not None
-    assert (request.prompt_token_ids.tolist(), request.prompt_token_ids.dtype) == ([104, 105], np.int32)
-    assert whole(request) is None
-
-
-@pytest.mark.parametrize("prompt", ["hi", [104, 105]])
-def test_what_had_no_token_begins_with_its_own_prompt(prompt: Any) -> None:
-    request = resuming(cut(answer(prompt), 0, 0))
-    assert request.resume is None
-    assert request.prompt == (prompt if isinstance(prompt, str) else None)
-    assert (request.prompt_token_ids is None) is isinstance(prompt, str)
-    assert whole(request) is None
-    check_resume(request, 0, LAYOUT)
-
-
-def test_what_is_whole_is_the_answer_whatever_is_asked_for_now() -> None:
-    done = answer()
-    request = resuming(done, sampling_params={"n": 5})
-    assert whole(request) is done
-    check_resume(request, 0, None)
-
-
-def changed(completion: Completion, **fields: Any) -> Completion:
-    first, second = completion.outputs
-    return replace(completion, outputs=[replace(first, **fields), second])
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"policy_versions": np.zeros(2, np.int32)}, "no completion of an engine: 2 prompt tokens, 3 tokens, lengths"),
-        ({"logprobs": np.zeros(4, np.float32)}, "no completion of an engine: 2 prompt tokens, 3 tokens, lengths"),
-        (
-            {"kept": KeptIds(np.zeros(1, np.int32), np.array([1, 0], np.int32))},
-            "no completion of an engine: 2 prompt tokens, 3 tokens, lengths .*'kept': 2",
-        ),
-        (
-            {"kept": KeptIds(np.zeros(2, np.int32), np.array([1, 0, -2], np.int32))},
-            "no completion of an engine: it has 2 kept ids, and their sizes say 3",
-        ),
-        ({"logprobs": None}, "it has no log-probs, which sampling_params ask for: pass those that it started with"),
-        ({"routed_experts": None}, "it has no routes: pass return_routed_experts=False, as when it started"),
-        (
-            {"routed_experts": np.zeros((4, 5, 2), np.uint8)},
-            r"its routes have shape \[4, 5, 2\], but this engine gives \[4, 4, 2\]",
-        ),
-        (
-            {"routed_experts": np.zeros((3, 4, 2), np.uint8)},
-            r"its routes have shape \[3, 4, 2\], but this engine gives \[4, 4, 2\]",
-        ),
-        (
-            {"routed_experts": np.full((4, 4, 2), 200, np.uint8)},
-            r"its routes are 200\.\.200 of uint8, but this engine has experts 0\.\.7",
-        ),
-        ({"routed_experts": np.full((4, 4, 2), -1, np.int8)}, r"its routes are -1\.\.-1 of int8"),
-        ({"routed_experts": np.zeros((4, 4, 2), np.float32)}, r"its routes are 0\.0\.\.0\.0 of float32"),
-    ],
-)
-def test_what_is_no_part_of_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
-    request = resuming(changed(cut(answer(), 3, None), **fields))
-    with pytest.raises(ValueError, match=rf"^resume\[7\], answer 0: {words}"):
-        check_resume(request, 7, LAYOUT)
-
-
-def test_routes_that_are_not_asked_for_may_be_missing() -> None:
-    partial = changed(cut(answer(), 3, None), routed_experts=None)
-    check_resume(resuming(partial, return_routed_experts=False), 0, LAYOUT)
-    check_resume(resuming(partial), 0, None)
-
-
-@pytest.mark.parametrize("params", [{"n": 3}, {}, {"n": 1}])
-def test_another_number_of_answers_is_refused(params: dict[str, Any]) -> None:
-    request = resuming(cut(answer(), 3, None), sampling_params=params)
-    words = rf"resume\[1\] has 2 answers, but sampling_params ask for n={params.get('n', 1)}"
-    with pytest.raises(ValueError, match=words):
-        check_resume(request, 1, LAYOUT)
-
-
 # -- sampling parameters -----------------------------------------------------------------------------------------------
 
 
 GIVEN_PARAMS = {"max_tokens": 8, "temperature": 0.7}
 
 
-def test_it_is_the_mapping_that_was_given() -> None:
-    params = SamplingParameters(GIVEN_PARAMS)
+def test_it_is_the_mapping_that_was_given_with_vllms_defaults_as_attributes_and_does_not_change() -> None:
+    given = dict(GIVEN_PARAMS)
+    params = SamplingParameters(given)
+    given["max_tokens"] = 9
     assert params == GIVEN_PARAMS
     assert {**params, "n": 2} == {**GIVEN_PARAMS, "n": 2}
     assert (list(params), len(params), params.get("n")) == (["max_tokens", "temperature"], 2, None)
     assert repr(params) == f"SamplingParameters({GIVEN_PARAMS!r})"
-
-
-def test_attributes_are_what_was_given_and_else_vllms_defaults() -> None:
-    params = SamplingParameters(GIVEN_PARAMS)
     assert (params.max_tokens, params.temperature) == (8, 0.7)
     assert (params.n, params.top_p, params.stop) == (1, 1.0, [])
     with pytest.raises(AttributeError, match="best_of"):
         params.best_of  # noqa: B018  vLLM has no such field any more
+    with pytest.raises(AttributeError, match=r"\.temperature = 0 would change nothing: pass temperature="):
+        params.temperature = 0
 
 
 def test_without_vllm_only_what_was_given_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,15 +691,6 @@ def test_without_vllm_only_what_was_given_is_known(monkeypatch: pytest.MonkeyPat
     assert params.max_tokens == 8
     with pytest.raises(AttributeError, match=r"top_p was not given, and vLLM, .* is not installed"):
         params.top_p  # noqa: B018
-
-
-def test_it_does_not_change() -> None:
-    given = dict(GIVEN_PARAMS)
-    params = SamplingParameters(given)
-    given["max_tokens"] = 9
-    assert params.max_tokens == 8
-    with pytest.raises(AttributeError, match=r"\.temperature = 0 would change nothing: pass temperature="):
-        params.temperature = 0
 
 
 def test_it_is_copied_and_pickled() -> None:
@@ -856,8 +709,6 @@ DOUBLE = normalise_prompts([[5, 6, 7], [8]])
 KEPT = KeptTokens(ids=torch.tensor([4, 9, -1]), sizes=torch.tensor([0, 2, 0]))
 
 NO_TEMPERATURES = (0.0, float("nan"), float("inf"), "hot", True, None)
-
-# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_ids() -> None:

@@ -27,7 +27,6 @@ from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Reque
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.modules.serving.strategies import Strategy
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 
@@ -41,15 +40,14 @@ def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
     engine = serve(2)
     assert [completion.prompt for completion in ask(engine, ["a", "b", "c"])] == ["a", "b", "c"]
     assert [type(completion) for completion in ask(engine, ["a"])] == [Completion]
-    assert [len(completion.prompt_token_ids) for completion in ask(engine, torch.zeros(2, 3, dtype=torch.long))] == [
-        3,
-        3,
-    ]
+    rows = ask(engine, torch.zeros(2, 3, dtype=torch.long))
+    assert [len(completion.prompt_token_ids) for completion in rows] == [3, 3]
 
 
 def test_sampling_parameters_default_to_the_services(serve: Any) -> None:
-    assert [len(c.outputs[0].token_ids) for c in [serve().generate("hi", use_tqdm=False)]] == [16]
-    assert serve().generate("hi", use_tqdm=False).outputs[0].logprobs is not None
+    (output,) = serve().generate("hi", use_tqdm=False).outputs
+    assert len(output.token_ids) == 16
+    assert output.logprobs is not None
     engine = serve(sampling_params={"max_tokens": 2})
     assert len(engine.generate("hi", use_tqdm=False).outputs[0].token_ids) == 2
     assert len(engine.generate("hi", {"max_tokens": 3}, use_tqdm=False).outputs[0].token_ids) == 3
@@ -89,40 +87,22 @@ def test_requests_without_names_get_different_ones_across_calls_and_services(ser
     assert len(set(names)) == len(names) == 8
 
 
-def test_a_prompt_goes_where_it_was_and_a_group_at_once_is_spread(serve: Any) -> None:
-    engine = serve(4)
-    assert len({ask(engine, "again").metrics.replica for _ in range(8)}) == 1
-    # the k-th may go where the last one went if that makes no more than k / 4 + 1 there, else to the least loaded
-    assert [c.metrics.replica for c in ask(engine, ["group"] * 8)] == [1, 2, 3, 3, 0, 0, 1, 1]
-
-
-def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: Any) -> None:
-    class BySession(Strategy):
-        name = "by-session"
-
-        def choose(self, candidates: Any, context: Any) -> int:
-            return {"s": 0, "t": 1}[context.session_id]
-
-    engine = serve(2)
-    engine.create_load_balancer([BySession()])
-    assert [c.metrics.replica for c in ask(engine, list("abc"), session_ids=["t", "s", "t"])] == [1, 0, 1]
-    assert ask(engine, "a", session_ids="t").metrics.replica == 1
-    assert asyncio.run(engine.agenerate("a", session_id="t")).metrics.replica == 1
-
-
-def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -> None:
+def test_each_prompt_has_a_version_a_session_a_context_and_a_turn_of_its_own(serve: Any) -> None:
     engine, ear = serve(2), Says()
     engine.replica_table.set_version(1, 4)
     engine.create_load_balancer(ear)
     asked = {"min_version": [4, None], "request_context": [None, {"tenant": "b"}], "priority": np.array([7, -7])}
-    fresh, _ = ask(engine, ["a", "b"], **asked)
+    fresh, _ = ask(engine, ["a", "b"], session_ids=["s", None], **asked)
     assert fresh.metrics.replica == 1
     # the more urgent one was placed first, and had the choice
-    assert [(candidates, context.request_context) for candidates, context in ear.asked] == [
-        ([0, 1], {"tenant": "b"}),
-        ([1], {}),
+    assert [(candidates, context.session_id, context.request_context) for candidates, context in ear.asked] == [
+        ([0, 1], None, {"tenant": "b"}),
+        ([1], "s", {}),
     ]
     assert [(request.prompt, request.priority) for request in submitted(engine)] == [("b", -7), ("a", 7)]
+    ask(engine, "a", session_ids="t")  # one name will do for one prompt
+    asyncio.run(engine.agenerate("a", session_id="u"))
+    assert [context.session_id for _, context in ear.asked[2:]] == ["t", "u"]
 
 
 # -- recorded experts -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from support.clock import Clock
-from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.strategies import (
@@ -61,12 +61,6 @@ def test_the_least_loaded_is_chosen_wherever_it_stands() -> None:
     assert LeastRequests().choose(Candidates([table[0], table[2]]), CONTEXT) == 2
 
 
-def test_200_short_requests_fan_out_evenly_over_4_idle_replicas() -> None:
-    chosen = choices(LeastRequests(), table_of(0, 0, 0, 0), [range(4)] * 200)
-    assert Counter(chosen) == {0: 50, 1: 50, 2: 50, 3: 50}
-    assert chosen[:8] == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
 def test_a_tie_goes_to_the_least_recently_chosen_while_candidates_come_and_go() -> None:
     every, without_0, without_1 = [0, 1, 2], [1, 2], [0, 2]
     allowed = [every, every, without_0, without_0, without_1, every, every, every, without_1, every]
@@ -74,12 +68,9 @@ def test_a_tie_goes_to_the_least_recently_chosen_while_candidates_come_and_go() 
     assert choices(LeastRequests(), table_of(0, 0, 0), allowed) == [0, 1, 2, 1, 0, 2, 1, 0, 2, 1]
 
 
-def test_round_robin_takes_turns_by_index_and_ignores_load() -> None:
+def test_round_robin_takes_turns_by_index_ignores_load_and_keeps_the_turn_of_one_that_is_away() -> None:
     assert choices(RoundRobin(), table_of(9, 0, 0), [[0, 1, 2]] * 7) == [0, 1, 2, 0, 1, 2, 0]
     assert choices(RoundRobin(), table_of(0, 0, 0), [[2, 0, 1]] * 4) == [0, 1, 2, 0]
-
-
-def test_round_robin_skips_a_replica_that_is_away_and_keeps_its_turn() -> None:
     allowed = [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1]]
     # turn:        0             1          3          4 -> 0      1             2          3 -> 1
     assert choices(RoundRobin(), table_of(0, 0, 0, 0), allowed) == [0, 2, 3, 0, 1, 2, 1]
@@ -250,10 +241,7 @@ def question(number: int, tokens: int = 40) -> list[int]:
     return [1000 + number] * tokens
 
 
-def place(lb: LoadBalancer, prompts: Sequence[object], hold: bool = False) -> list[int]:
-    leases = [lb.acquire(prompt) for prompt in prompts] if hold else []
-    if hold:
-        return [lease.index for lease in leases]
+def place(lb: LoadBalancer, prompts: Sequence[object]) -> list[int]:
     indices = []
     for prompt in prompts:
         with lb.acquire(prompt) as lease:
@@ -281,18 +269,6 @@ def test_the_longest_of_several_beginnings_decides() -> None:
 def test_distinct_questions_behind_one_template_fan_out_on_idle_replicas() -> None:
     lb = with_prefixes(4)
     assert place(lb, [TEMPLATE + question(i) for i in range(8)]) == [0, 1, 2, 3] * 2
-
-
-def test_siblings_share_a_replica_up_to_the_bound() -> None:
-    lb = with_prefixes(4)
-    background = [lb.acquire_at(i % 4) for i in range(160)]  # mean 40
-    siblings = place(lb, [TEMPLATE + question(1)] * 6, hold=True)
-    assert len(set(siblings)) == 1
-    burst = place(lb, [TEMPLATE + question(2)] * 64, hold=True)
-    assert Counter(burst).most_common(1)[0][1] >= 8
-    mean = (160 + 6 + 64) / 4
-    assert max(entry.inflight for entry in lb.replica_table) <= 1.15 * mean
-    assert len(background) == 160
 
 
 def test_a_group_on_idle_replicas_is_a_burst_and_is_spread() -> None:
@@ -325,24 +301,21 @@ def test_a_prefix_that_many_prompts_begin_with_has_several_homes() -> None:
     assert lb.acquire().index not in (0, 5)  # whose turn would it have been
 
 
-def test_prefixes_cached_under_other_weights_count_for_nothing() -> None:
-    lb = with_prefixes(4)
-    lb.acquire_at(2, prompt=question(1)).release()
-    assert place(lb, [question(1)]) == [2]
-    lb.replica_table.set_version(2, 1)
-    assert place(lb, [question(1)]) == [0]
-
-
-@pytest.mark.parametrize("lost", ["restart", "reset"])
+@pytest.mark.parametrize("lost", ["restart", "reset", "other weights"])
 def test_a_lost_cache_counts_for_nothing(lost: str) -> None:
     lb = with_prefixes(4)
     lb.acquire_at(2, prompt=question(1)).release()
+    assert place(lb, [question(1)]) == [2]
     if lost == "restart":
         for state in (ReplicaState.DEAD, ReplicaState.STARTING, ReplicaState.SERVING):
             lb.replica_table.set_state(2, state)
-    else:
+    elif lost == "reset":
         lb.replica_table.forget_prefixes(2)
+    else:
+        lb.replica_table.set_version(2, 1)
     assert place(lb, [question(1)]) == [0]
+    lb.acquire_at(2, prompt=question(2)).release()
+    assert place(lb, [question(2)]) == [2]  # what it has read since counts
 
 
 def test_a_holder_that_is_away_is_replaced_for_the_while() -> None:
@@ -383,16 +356,15 @@ def test_the_threshold_says_how_far_above_the_mean_affinity_goes() -> None:
     counts = {}
     for threshold in (1.0, 1.5):
         lb = with_prefixes(4, overload_threshold=threshold)
-        held = [lb.acquire_at(i % 4) for i in range(160)]
-        leases: list[Lease] = [lb.acquire(question(1)) for _ in range(40)]
-        counts[threshold] = Counter(lease.index for lease in leases).most_common(1)[0][1]
-        assert len(held) == 160
+        for i in range(160):
+            lb.acquire_at(i % 4)
+        counts[threshold] = Counter(lb.acquire(question(1)).index for _ in range(40)).most_common(1)[0][1]
     # with k placed, a replica takes no more than (160 + k) / 4 + 1 = 51 of 40 + 11; or 1.5 * (160 + k) / 4, which the
     # first 32 on one replica keep to
     assert counts == {1.0: 11, 1.5: 32}
 
 
-# -- keys of prefixes, and their index ---------------------------------------------------------------------------------
+# -- keys of prefixes -------------------------------------------------------------------------------------------------
 
 
 TOKENS = st.lists(st.integers(0, 3), max_size=200)
@@ -402,9 +374,6 @@ def keys_of(prompt: object) -> list[int]:
     found = prompt_bytes(prompt)
     assert found is not None
     return prompt_keys(*found)
-
-
-# -- keys -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_has_a_key_for_each_block_and_one_for_its_end() -> None:
@@ -426,14 +395,7 @@ def test_prompts_share_the_keys_of_the_blocks_that_they_share(first: list[int], 
 
 def test_ids_of_any_kind_have_the_same_keys() -> None:
     ids = [5, 70000, 0, 2**31 - 1]
-    kinds = [
-        ids,
-        tuple(ids),
-        np.array(ids),
-        np.array(ids, np.uint32),
-        torch.tensor(ids),
-        {"prompt_token_ids": ids},
-    ]
+    kinds = [ids, tuple(ids), np.array(ids), np.array(ids, np.uint32), torch.tensor(ids), {"prompt_token_ids": ids}]
     assert len({tuple(keys_of(kind)) for kind in kinds}) == 1
 
 

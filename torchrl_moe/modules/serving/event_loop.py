@@ -97,7 +97,7 @@ class EventLoop:
         future: Future[T] = Future()
         if not self.call(self._state.spawn, coroutine, future):
             coroutine.close()
-            future.cancel()
+            _cancel(future)
         return future
 
     def stop(self) -> None:
@@ -127,7 +127,7 @@ class _State:
         def end(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
             if task.cancelled() or future.cancelled():
-                future.cancel()
+                _cancel(future)
             elif (error := task.exception()) is not None:
                 future.set_exception(error)
             else:
@@ -168,6 +168,12 @@ class _State:
             elif not self.is_over:
                 self.is_over = True
                 self.loop.close()
+
+
+def _cancel(future: Future[Any]) -> None:
+    """Cancel a future, and wake who waits for it: ``cancel()`` alone does not wake ``wait`` and ``as_completed``."""
+    future.cancel()
+    future.set_running_or_notify_cancel()
 
 
 class NoThreadError(EngineError):
