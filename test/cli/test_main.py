@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from support.sources import ROOT
-from torchrl_moe import __version__
 from torchrl_moe.cli import main as module
 from torchrl_moe.cli.command import Command, Output
 from torchrl_moe.cli.main import COMMANDS, main
@@ -45,12 +44,6 @@ print(json.dumps([loaded, [name for name in {HEAVY!r} if name in sys.modules]]))
     assert (done.returncode, done.stderr) == (0, "")
     # "train --list" finds the folder of configurations by their room, whose face is lazy
     assert json.loads(done.stdout) == [[], ["numpy"]]
-
-
-def test_python_m_is_the_same_command() -> None:
-    command = [sys.executable, "-m", "torchrl_moe.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"torchrl_moe {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

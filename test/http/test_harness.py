@@ -210,24 +210,26 @@ async def nothing(base_url: str, row: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def test_a_group_of_harnesses_without_calls_fails(server: StandIn, collect: Collect) -> None:
-    with pytest.raises(ValueError, match="a harness made no call"):
-        first(collect(HarnessEnv(nothing, server)))
-
-
 @pytest.mark.parametrize(
-    ("reward", "error", "message"),
-    [("1", TypeError, "must return its reward, a number, got '1'"), (float("nan"), ValueError, "must be finite")],
+    ("calls", "reward", "limits", "error", "message"),
+    [
+        (0, 1.0, {}, ValueError, "a harness made no call"),
+        (1, "1", {}, TypeError, "must return its reward, a number, got '1'"),
+        (1, float("nan"), {}, ValueError, "must be finite"),
+        (3, 1.0, {"max_turns": 2}, ValueError, "max_turns=2"),
+    ],
 )
-def test_a_reward_that_is_none(
-    reward: Any, error: type[Exception], message: str, server: StandIn, collect: Collect
-) -> None:
+def test_what_a_harness_may_not_do_fails_its_group(
+    calls: int, reward: Any, limits: dict[str, int], error: type[Exception], message: str,
+    server: StandIn, collect: Collect,
+) -> None:  # fmt: skip
     async def run(base_url: str, row: dict[str, Any]) -> Any:
-        await server.ask(base_url, "a")
+        for i in range(calls):
+            await server.ask(base_url, str(i))
         return reward
 
     with pytest.raises(error, match=message):
-        first(collect(HarnessEnv(run, server)))
+        first(collect(HarnessEnv(run, server), **limits))
     assert server.sessions.ids() == []
 
 
@@ -297,16 +299,6 @@ def test_the_time_that_an_answer_takes_is_not_the_harnesss(server: StandIn, coll
         return 1.0
 
     assert len(first(collect(HarnessEnv(run, server), reward_timeout=1.0))) == 2
-
-
-def test_a_harness_may_ask_so_many_times(server: StandIn, collect: Collect) -> None:
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        for i in range(3):
-            await server.ask(base_url, str(i))
-        return 1.0
-
-    with pytest.raises(ValueError, match="max_turns=2"):
-        first(collect(HarnessEnv(run, server), max_turns=2))
 
 
 def test_a_shutdown_cancels_harnesses_and_their_calls(server: StandIn, collect: Collect) -> None:

@@ -56,23 +56,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_is_what_the_engine_says_to_its_rendered_prompt(door: Served) -> None:
-    engine, _, client = door
-    answer = client.post(CHAT, json={**ASKED, "return_token_ids": True, "logprobs": True}).json()
-    ids = [257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"]
-    assert answer["prompt_token_ids"] == ids
-    direct = engine.generate([ids], {"max_tokens": 8, "logprobs": 0}, use_tqdm=False)[0].outputs[0]
-    (choice,) = answer["choices"]
-    assert choice["token_ids"] == direct.token_ids.tolist()
-    assert choice["message"]["content"] == direct.text
-    assert choice["finish_reason"] == "length"
-    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(direct.logprobs)
-    assert answer["usage"] == {
-        "prompt_tokens": len(ids), "completion_tokens": 8, "total_tokens": len(ids) + 8,
-        "completion_tokens_details": None, "prompt_tokens_details": None,
-    }  # fmt: skip
-
-
 def test_a_stream_says_the_same_in_pieces(door: Served) -> None:
     _, _, client = door
     whole = client.post(CHAT, json={**ASKED, "max_tokens": 40, "n": 2}).json()
@@ -114,13 +97,6 @@ def test_completions_of_several_prompts(door: Served) -> None:
     answer = client.post("/v1/completions", json={"model": "tiny", "prompt": ["ab", "cd"], "max_tokens": 3}).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert answer["choices"][0]["text"] != answer["choices"][1]["text"]
-
-
-def test_responses(door: Served) -> None:
-    _, _, client = door
-    answer = client.post("/v1/responses", json={"model": "tiny", "input": "hi", "max_output_tokens": 8}).json()
-    chat = client.post(CHAT, json=ASKED).json()
-    assert answer["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -593,33 +569,6 @@ def test_a_session_that_was_closed_for_good_begins_no_other(folder: Path) -> Non
 # -- sessions and versions --------------------------------------------------------------------------------------------
 
 
-def test_a_session_has_the_ids_that_were_sampled(door: Served) -> None:
-    _, server, client = door
-    path, chat = "/sessions/turns/v1/chat/completions", list(ASKED["messages"])
-    tokens: list[int] = []
-    for turn in range(3):
-        asked = {**ASKED, "messages": chat, "return_token_ids": True, "stream": turn == 1}
-        response = client.post(path, json=asked)
-        if turn == 1:
-            chunks = events(response)
-            prompt, text = chunks[0]["prompt_token_ids"], text_of(chunks)
-            sampled = [token for chunk in chunks for c in chunk["choices"] for token in c.get("token_ids") or ()]
-        else:
-            answer = response.json()
-            prompt, text = answer["prompt_token_ids"], answer["choices"][0]["message"]["content"]
-            sampled = answer["choices"][0]["token_ids"]
-        assert prompt[: len(tokens)] == tokens
-        tokens = [*prompt, *sampled]
-        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
-    (trajectory,) = server.session("turns").trajectories()
-    assert trajectory["tokens", "full"].tolist() == tokens
-    assert int(trajectory["masks", "all_assistant_mask"].sum()) == 3 * 8
-    # by a header, it is the same session
-    assert client.post(CHAT, json=ASKED, headers={"X-Session-Id": "turns"}).status_code == 200
-    assert server.session("turns").num_calls == 4
-    client.delete("/sessions/turns")
-
-
 def test_ids_that_a_client_gives_are_sent_as_they_are_and_text_as_it_was_sampled(door: Served) -> None:
     """Byte 200 alone is no UTF-8: its text is U+FFFD, which has three bytes of its own."""
     engine, server, client = door
@@ -649,6 +598,8 @@ def test_a_session_over_http(door: Served) -> None:
     assert client.post("/sessions/a%2Fb/v1/chat/completions", json={**ASKED, "n": 2}).status_code == 200
     (own, _), got = server.session("a/b").trajectories(), client.get("/sessions/a%2Fb")
     read, _ = load_trajectories(got.content)
+    assert client.post(CHAT, json=ASKED, headers={"X-Session-Id": "a/b"}).status_code == 200
+    assert server.session("a/b").num_calls == 2  # by a header, it is the same session
     assert read["tokens", "full"].tolist() == own["tokens", "full"].tolist()
     assert read["log_probs", "full"].nan_to_num().tolist() == own["log_probs", "full"].nan_to_num().tolist()
     without = client.get("/sessions/a%2Fb?routes=false").content

@@ -691,9 +691,7 @@ def test_each_loss_runs_in_the_grpo_trainer(build: Any) -> None:
             total_frames=32,
             loss_module=build(actor),
             optimizer=torch.optim.Adam(actor.parameters(), lr=0.3),
-            replay_buffer=ReplayBuffer(
-                storage=LazyStackStorage(32), sampler=SamplerWithoutReplacement(), batch_size=32
-            ),
+            replay_buffer=buffer,
             weight_sync_sender=sender,
             empty_replay_buffer_on_weight_update=True,
             progress_bar=False,

@@ -94,14 +94,6 @@ def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothi
     assert owner_of(engine.fakes[0]) == THIS_DRIVER
 
 
-def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    sender.update_weights(weights(1))
-    new = engine.restart(1)
-    sender.bring(1)
-    assert (new.owner.claim("other", OTHER, False).owner, value_in(engine, 1)) == (THIS_DRIVER, 1.0)
-
-
 def test_a_replica_that_another_driver_has_is_named_by_the_update(fleet: Fleet) -> None:
     engine, sender = fleet(2, min_serving=1)
     engine.restart(1)
