@@ -86,8 +86,11 @@ def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest
     assert code == 2 and said in capsys.readouterr().err
 
 
+Act = Callable[[Callable[[], int]], None]
+
+
 @pytest.fixture
-def acting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+def acting(monkeypatch: pytest.MonkeyPatch) -> Act:
     """Has ``doctor`` do something else."""
 
     def act(what: Callable[[], int]) -> None:
@@ -101,7 +104,7 @@ def acting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], Non
 
 
 def test_an_error_is_one_line_unless_its_traceback_is_asked_for(
-    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+    acting: Act, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> int:
         raise KeyError("gone")
@@ -115,9 +118,7 @@ def test_an_error_is_one_line_unless_its_traceback_is_asked_for(
     assert err.startswith("Traceback") and err.endswith(line)
 
 
-def test_an_interrupt_is_one_line(
-    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_is_one_line(acting: Act, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
@@ -126,9 +127,7 @@ def test_an_interrupt_is_one_line(
     assert capsys.readouterr().err == "torchrl-moe doctor: interrupted; nothing was left running\n"
 
 
-def test_json_is_all_there_is_on_stdout(
-    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_all_there_is_on_stdout(acting: Act, capsys: pytest.CaptureFixture[str]) -> None:
     def chat() -> int:
         print("a library says hello")
         return 0
@@ -138,7 +137,7 @@ def test_json_is_all_there_is_on_stdout(
 
 
 def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
-    acting: Callable[[Callable[[], int]], None], caplog: pytest.LogCaptureFixture
+    acting: Act, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warn() -> int:
         warnings.warn("old", DeprecationWarning, stacklevel=1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -739,13 +739,8 @@ def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded() -> None
 
 def test_threads_may_record_at_once() -> None:
     session = new_session()
-    completions = [completed([1, 2, i], [3]) for i in range(32)]
-    threads = [
-        threading.Thread(target=session.record, args=(one.prompt_token_ids.tolist(), one)) for one in completions
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(32) as pool:
+        for _ in pool.map(lambda i: call(session, [1, 2, i], [3]), range(32)):
+            pass
     assert session.num_tokens == 2 + 2 * 32
     assert sorted(full(td)[2] for td in session.trajectories()) == list(range(32))
