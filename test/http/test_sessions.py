@@ -739,8 +739,8 @@ def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded() -> None
 
 def test_threads_may_record_at_once() -> None:
     session = new_session()
+    completions = [completed([1, 2, i], [3]) for i in range(32)]
     with ThreadPoolExecutor(32) as pool:
-        for _ in pool.map(lambda i: call(session, [1, 2, i], [3]), range(32)):
-            pass
+        list(pool.map(lambda one: session.record(one.prompt_token_ids.tolist(), one), completions))
     assert session.num_tokens == 2 + 2 * 32
     assert sorted(full(td)[2] for td in session.trajectories()) == list(range(32))
