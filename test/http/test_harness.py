@@ -230,7 +230,7 @@ def test_what_a_harness_may_not_do_fails_its_group(
 
     with pytest.raises(error, match=message):
         first(collect(HarnessEnv(run, server), **limits))
-    assert server.sessions.ids() == []
+    until(lambda: server.sessions.ids() == [])
 
 
 def test_a_harness_that_raises_costs_its_group(server: StandIn, collect: Collect) -> None:

@@ -583,8 +583,6 @@ def test_a_session_over_http(door: Served) -> None:
     assert client.post("/sessions/a%2Fb/v1/chat/completions", json={**ASKED, "n": 2}).status_code == 200
     (own, _), got = server.session("a/b").trajectories(), client.get("/sessions/a%2Fb")
     read, _ = load_trajectories(got.content)
-    assert client.post(CHAT, json=ASKED, headers={"X-Session-Id": "a/b"}).status_code == 200
-    assert server.session("a/b").num_calls == 2  # by a header, it is the same session
     assert read["tokens", "full"].tolist() == own["tokens", "full"].tolist()
     assert read["log_probs", "full"].nan_to_num().tolist() == own["log_probs", "full"].nan_to_num().tolist()
     without = client.get("/sessions/a%2Fb?routes=false").content
@@ -594,6 +592,8 @@ def test_a_session_over_http(door: Served) -> None:
     error_of(client.get("/sessions/a%2Fb/routes/7"), 404)
     error_of(client.get("/sessions/a%2Fb/routes/x"), 404)
     error_of(client.post("/sessions/a%2Fb", json={}), 405)
+    assert client.post(CHAT, json=ASKED, headers={"X-Session-Id": "a/b"}).status_code == 200
+    assert server.session("a/b").num_calls == 2  # by a header, it is the same session
     assert client.delete("/sessions/a%2Fb").status_code == 204
     assert server.sessions.ids() == []
 
