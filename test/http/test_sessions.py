@@ -515,7 +515,8 @@ def test_losses_take_trajectories_as_they_are() -> None:
     call(session, [1, 2, 3, 6], [7])
     batch = lazy_stack(session.trajectories())
     batch.set("advantage", torch.ones(2, 1, 1))
-    log_probs = batch.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left").nan_to_num()
+    rows = [row.nan_to_num() for row in batch.get(("log_probs", "full"), as_list=True)]
+    log_probs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     for masking in ("sft", "rlhf"):
         actor = GivenActor(log_probs.clone())
         out = GRPOLoss(actor, masking_strategy=masking, entropy_bonus=False)(batch)
