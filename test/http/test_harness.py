@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from support.collecting import Questions, new_weights, policy_of
 from support.waiting import PATIENCE, in_thread, until
@@ -26,7 +25,6 @@ from torchrl_moe.errors import SessionClosedError
 from torchrl_moe.http.harness import HarnessEnv, run_process
 from torchrl_moe.http.sessions import SessionStore
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 TOKENIZER = ByteTokenizer()
@@ -140,24 +138,6 @@ def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect:
     assert server.sessions.ids() == []
     assert collector.stats()["collector/failures"] == 0
     collector.show_samples(2)
-
-
-def test_a_replay_buffer_gives_both_rows_of_a_sample_its_advantage(server: StandIn, collect: Collect) -> None:
-    rewards = iter(range(100))
-    play = two_turns(server)
-
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        await play(base_url, row)
-        return float(next(rewards) % 2)
-
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=GRPOAdvantage())
-    collector = collect(HarnessEnv(run, server), groups_per_batch=1, replay_buffer=buffer)
-    first(collector)
-    advantages = [round(float(row["advantage"]), 3) for row in buffer[:]]
-    # rewards 0 and 1, in either order: (0 - 0.5) / 0.707
-    assert sorted(advantages) == [-0.707, -0.707, 0.707, 0.707]
-    assert advantages[0] == advantages[1]
-    assert advantages[2] == advantages[3]
 
 
 def test_calls_go_through_the_collector(server: StandIn, collect: Collect) -> None:
