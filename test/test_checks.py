@@ -22,8 +22,8 @@ def routes(*rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[[-1, -1], *row] for row in rows], dtype=torch.int8)
 
 
-def fails(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=f"^{re.escape(text)}$") as caught:
+def refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=words) as caught:
         call()
     assert caught.type is error
 
@@ -51,60 +51,39 @@ def test_what_fits_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "text", "check", "arguments", "options"),
+    ("error", "words", "call"),
     [
-        (ValueError, "x must have 1 dimension, got 2: shape [2, 3].", _checks.check_rank, (np.zeros((2, 3)), 1), {}),
+        (ValueError, r"x must have 1 dimension, got 2", lambda: _checks.check_rank("x", A, 1)),
         (
             RouteShapeError,
-            "x must have 3 dimensions, got 1: shape [1]. Do this.",
-            _checks.check_rank,
-            (ONES[torch.int8], 3),
-            {"error": RouteShapeError, **DO},
+            r"3 dimensions, got 1: shape \[1\]\. Do this\.$",
+            lambda: _checks.check_rank("x", ONES[torch.int8], 3, error=RouteShapeError, hint="Do this."),
         ),
-        (ValueError, "x must have an integer dtype, got torch.bool.", _checks.check_integer, (ONES[torch.bool],), {}),
-        (ValueError, "x must have an integer dtype, got torch.float32.", _checks.check_integer, (A,), {}),
+        (ValueError, "x .* integer dtype, got torch.bool", lambda: _checks.check_integer("x", ONES[torch.bool])),
+        (ValueError, "x .* integer dtype, got torch.float32", lambda: _checks.check_integer("x", A)),
         (
             RouteValueError,
-            "x must have a signed integer dtype, got uint16. Do this.",
-            _checks.check_integer,
-            (np.zeros(1, dtype=np.uint16),),
-            {"signed": True, "error": RouteValueError, **DO},
+            r"x .* signed integer dtype, got uint16\. Do this\.$",
+            lambda: _checks.check_integer("x", np.ones(1, np.uint16), signed=True, error=RouteValueError, **DO),
+        ),
+        (ValueError, "signed .* torch.uint8", lambda: _checks.check_integer("x", ONES[torch.uint8], signed=True)),
+        (ValueError, "x .* floating .* torch.int64", lambda: _checks.check_floating("x", ONES[torch.int64])),
+        (RouteShapeError, "x must have 1 row, got 2", lambda: _checks.check_rows("x", 2, 1)),
+        (RouteShapeError, r"x must have 4 rows, got 2\. Do this\.$", lambda: _checks.check_rows("x", 2, 4, **DO)),
+        (
+            RouteValueError,
+            r"torch.int8 for 64 experts, got torch.uint8.*RoutedExperts.from_vllm",
+            lambda: _checks.check_route_dtype("x", torch.uint8, torch.int8, 64),
         ),
         (
             ValueError,
-            "x must have a signed integer dtype, got torch.uint8.",
-            _checks.check_integer,
-            (ONES[torch.uint8],),
-            {"signed": True},
-        ),
-        (
-            ValueError,
-            "x must have a floating point dtype, got torch.int64.",
-            _checks.check_floating,
-            (ONES[torch.int64],),
-            {},
-        ),
-        (RouteShapeError, "x must have 1 row, got 2.", _checks.check_rows, (2, 1), {}),
-        (RouteShapeError, "x must have 4 rows, got 2. Do this.", _checks.check_rows, (2, 4), DO),
-        (
-            RouteValueError,
-            "x must have dtype torch.int8 for 64 experts, got torch.uint8. Use RoutedExperts.from_vllm on what an"
-            " engine returned, and .to(torch.int8) on other routes.",
-            _checks.check_route_dtype,
-            (torch.uint8, torch.int8, 64),
-            {},
+            r"got a \[2, 3\], b \[2, 4\], c \[2, 3\]",
+            lambda: _checks.check_same_shape({"a": A, "b": B, "c": A}),
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    error: type[Exception], text: str, check: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    fails(error, text, lambda: check("x", *arguments, **options))
-
-
-def test_arrays_of_different_shapes_are_named() -> None:
-    text = "a, b and c must have the same shape, got a [2, 3], b [2, 4], c [2, 3]."
-    fails(ValueError, text, lambda: _checks.check_same_shape({"a": A, "b": B, "c": A}))
+def test_what_does_not_fit_is_refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    refused(error, words, call)
 
 
 Shape = tuple[int, ...]
@@ -130,9 +109,9 @@ def test_a_fitting_shape_passes(shape: Shape, expected: Expected) -> None:
     ],
 )
 def test_a_shape_that_does_not_fit(shape: Shape, expected: Expected, wanted: str) -> None:
-    text = f"x must have shape {wanted}, got {list(shape)}."
-    fails(ValueError, f"{text} Do this.", lambda: _checks.check_shape("x", shape, expected, **DO))
-    fails(RouteShapeError, text, lambda: _checks.check_shape("x", shape, expected, error=RouteShapeError))
+    text = re.escape(f"x must have shape {wanted}, got {list(shape)}.")
+    refused(ValueError, f"{text} Do this", lambda: _checks.check_shape("x", shape, expected, **DO))
+    refused(RouteShapeError, text, lambda: _checks.check_shape("x", shape, expected, error=RouteShapeError))
 
 
 def test_the_structural_checks_are_static_under_compile() -> None:
@@ -164,19 +143,19 @@ def test_engine_rows_that_fit() -> None:
 @pytest.mark.parametrize(
     ("rows", "num_tokens", "error", "text"),
     [
-        ([[[0, 0], [5, 8]]], 2, RouteValueError, "token 0, layer 1 holds expert 8 in [5, 8]; allowed are 0..7."),
-        ([[[0, 0], [-1, 3]]], 2, RouteValueError, "token 0, layer 1 holds expert -1 in [-1, 3]; allowed are 0..7."),
+        ([[[0, 0], [5, 8]]], 2, RouteValueError, "token 0, layer 1 holds expert 8 in [5, 8]"),
+        ([[[0, 0], [-1, 3]]], 2, RouteValueError, "token 0, layer 1 holds expert -1"),
         ([[[0, 4], [5, 3]]], 2, RouteValueError, "token 0, layer 0 holds expert 4 in [0, 4]; the layer has no router"),
-        ([[[0.0, 0], [5, 3]]], 2, RouteValueError, "must have an integer dtype, got float64. vLLM returns uint8"),
-        ([[[0, 0], [5, 3]]], 4, RouteShapeError, "must have 3 rows, got 1. Each of the 4 tokens has a row except"),
-        ([[[0, 0], [5, 3]]], 1, RouteShapeError, "must have 0 rows, got 1."),
-        ([[[0, 0]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 1, 2]. Check that the RoutingLayout"),
-        ([[[0], [5]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 2, 1]."),
-        ([[0, 0], [5, 3]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [2, 2]."),
+        ([[[0.0, 0], [5, 3]]], 2, RouteValueError, "integer dtype, got float64"),
+        ([[[0, 0], [5, 3]]], 4, RouteShapeError, "must have 3 rows, got 1"),
+        ([[[0, 0], [5, 3]]], 1, RouteShapeError, "must have 0 rows, got 1"),
+        ([[[0, 0]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 1, 2]"),
+        ([[[0], [5]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 2, 1]"),
+        ([[0, 0], [5, 3]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [2, 2]"),
     ],
 )
 def test_engine_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=f"^engine rows:? {re.escape(text)}"):
+    with pytest.raises(error, match=f"^engine rows.*{re.escape(text)}"):
         engine_rows(rows=np.array(rows), num_tokens=num_tokens)
 
 
@@ -202,13 +181,13 @@ def test_good_routes_pass() -> None:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ([8, 1], "holds expert 8 in [8, 1]; allowed are 0..7, or -1 in the whole row. Check that the RoutingLayout is"),
-        ([1, -2], "holds expert -2 in [1, -2]; allowed are 0..7, or -1 in the whole row."),
-        ([-2, -2], "holds expert -2 in [-2, -2]; allowed are 0..7, or -1 in the whole row."),
-        ([-1, 5], "holds [-1, 5], which is partly -1. A row is known as a whole or not at all: write -1 in all"),
-        ([0, -1], "holds [0, -1], which is partly -1."),
-        ([0, 0], "holds [0, 0]: all zeros is what an engine returns for a row it did not capture. Check that it was"),
-        ([6, 6], "holds expert 6 twice in [6, 6]. A router picks an expert at most once: check that columns of"),
+        ([8, 1], "holds expert 8 in [8, 1]; allowed are 0..7"),
+        ([1, -2], "holds expert -2 in [1, -2]; allowed are 0..7"),
+        ([-2, -2], "holds expert -2 in [-2, -2]"),
+        ([-1, 5], "holds [-1, 5], which is partly -1"),
+        ([0, -1], "holds [0, -1], which is partly -1"),
+        ([0, 0], "holds [0, 0]: all zeros"),
+        ([6, 6], "holds expert 6 twice in [6, 6]"),
     ],
 )
 def test_a_bad_row_is_named(row: list[int], text: str) -> None:
@@ -229,13 +208,10 @@ def test_repeats_are_found_at_any_distance() -> None:
 def test_a_dense_layer_or_a_pad_with_a_route_is_named_and_where_names_the_row() -> None:
     bad = routes([[0, 1], [2, 3]])
     bad[0, 0] = 5
-    text = "routed_experts: row 0, layer 0 holds [5, 5], but that layer has no router; the layers with one are [1, 2]. "
-    with pytest.raises(RouteValueError, match=f"^{re.escape(text)}Rows of other layers must be -1"):
+    with pytest.raises(RouteValueError, match=r"row 0, layer 0 holds \[5, 5\], .* no router; .* are \[1, 2\]"):
         _checks.check_routes(bad, moe_layers=MOE, num_experts=8)
-    padded = routes([[0, 1], [2, 3]], [[-1, -1], [2, 3]])
-    text = "token nine, layer 2 holds [2, 3], but the attention mask says it is a pad. Rows of pads must be -1"
-    with pytest.raises(RouteValueError, match=f"^routed_experts: {re.escape(text)}"):
-        keep = torch.tensor([True, False])
+    padded, keep = routes([[0, 1], [2, 3]], [[-1, -1], [2, 3]]), torch.tensor([True, False])
+    with pytest.raises(RouteValueError, match=r"token nine, layer 2 holds \[2, 3\], .* is a pad"):
         _checks.check_routes(padded, moe_layers=MOE, num_experts=8, keep=keep, where=lambda row: "token nine")
 
 

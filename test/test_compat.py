@@ -197,14 +197,6 @@ def test_transformers_loop_takes_what_generate_gives_it() -> None:
     assert "custom_generate" in inspect.signature(GenerationMixin.generate).parameters
 
 
-def test_the_loop_is_that_of_the_model() -> None:
-    class Model:
-        def _sample(self, *args: object, **kwargs: object) -> object:
-            return args, kwargs
-
-    assert _compat_transformers.sample_by(Model(), 1, two=2) == ((1,), {"two": 2})
-
-
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 

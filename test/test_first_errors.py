@@ -58,60 +58,36 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: AsyncVLLM.from_pretrained("./none"),
         "no model at './none': .* model.save_pretrained",
     ),
-    "no tokenizer in the folder": (
+    "no tokenizer": (
         lambda: AsyncVLLM.from_pretrained(bare()),
-        r"'bare' has no tokenizer: tokenizer.save_pretrained\('bare'\) writes it there",
+        r"has no tokenizer: tokenizer.save_pretrained\(",
     ),
-    "no tokenizer in the folder, as an engine's arguments": (
-        lambda: AsyncVLLM.launch({"model": bare()}),
-        "'bare' has no tokenizer: ",
-    ),
-    "no tokenizer in the folder, for the second engine": (
+    "no tokenizer, as an argument": (lambda: AsyncVLLM.launch({"model": bare()}), "'bare' has no tokenizer: "),
+    "no tokenizer, for the second engine": (
         lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),
         "'bare' has no tokenizer: ",
     ),
-    "no tokenizer in the folder, in a run": (lambda: trainer(model=bare()), "model.source=bare: 'bare' has no tokeniz"),
+    "no tokenizer, in a run": (lambda: trainer(model=bare()), "model.source=bare: 'bare' has no tokenizer"),
     "no model's folder, in a run": (
         lambda: trainer(model="./none"),
         "no model in that folder, and names on the hub are",
     ),
     "a dense model": (lambda: RouterReplay(make_tiny_moe("qwen3")), "it is a dense model, .*set loss.replay=none"),
-    "an engine's argument": (
-        lambda: AsyncVLLM.from_pretrained("./moe", max_model_length=9),
-        "do you mean max_model_len",
-    ),
-    "an engine's name": (
-        lambda: AsyncVLLM.from_pretrained("./moe", engine="sglang"),
-        "must be one of vllm, transformers",
-    ),
+    "an argument": (lambda: AsyncVLLM.from_pretrained("./moe", max_model_length=9), "do you mean max_model_len"),
+    "an engine": (lambda: AsyncVLLM.from_pretrained("./moe", engine="sglang"), "must be one of vllm, transformers"),
     "no GPU": (lambda: AsyncVLLM.from_pretrained("./moe", devices=[[0]]), "no CUDA device: leave devices out on a CPU"),
     "no replicas": (lambda: AsyncVLLM.from_pretrained("./moe", num_replicas=0), "an integer from 1 to 65536, got 0"),
-    "a model without its tokenizer": (
-        lambda: trainer(model=make_tiny_moe("qwen3_moe")),
-        r"MoEGRPOTrainer\(model, tokenizer",
-    ),
+    "a model alone": (lambda: trainer(model=make_tiny_moe("qwen3_moe")), r"MoEGRPOTrainer\(model, tokenizer"),
     "no chat template": (without_template, "set tokenizer.chat_template, or use texts as prompts"),
-    "a column that is not there": (
-        lambda: trainer(rewards=lambda completion, gold: 1.0),
-        "asks for 'gold'; there are .*'answer'",
-    ),
+    "no such column": (lambda: trainer(rewards=lambda completion, gold: 1.0), "asks for 'gold'; there are .*'answer'"),
     "a reward of nothing": (lambda: trainer(rewards=lambda: 1.0), "give it a parameter such as 'completion'"),
     "a reward that is none": (lambda: trainer(rewards=3), "rewards are functions, or names such as .*, got 3"),
-    "a reward's module": (
-        lambda: trainer(rewards="my_rewards:exact"),
-        "there is no my_rewards.py, .*Start in its folder",
-    ),
-    "no reward": (
-        lambda: trainer(rewards=None),
-        "name a function, package.module:function, or give the trainer rewards",
-    ),
+    "a reward's module": (lambda: trainer(rewards="mine:exact"), "there is no mine.py, .*Start in its folder"),
+    "no reward": (lambda: trainer(rewards=None), "name a function, package.module:function, or give the trainer rew"),
     "no data": (lambda: trainer(dataset=None), "name a dataset, or give the trainer a dataset or an env"),
     "empty data": (lambda: trainer(dataset=[]), "there are no rows to train on"),
     "no data file": (lambda: trainer(dataset="none.jsonl"), "there is no file or folder 'none.jsonl'"),
-    "no prompts": (
-        lambda: trainer(dataset=[{"question": "?"}] * 4),
-        "no column 'prompt'; its columns are 'question': name",
-    ),
+    "no prompts": (lambda: trainer(dataset=[{"a": "?"}] * 4), "no column 'prompt'; its columns are 'a': name"),
     "a setting": (lambda: GRPOConfig(step=3), "there is no setting step: did you mean steps?"),
     "a setting's kind": (lambda: trainer(steps="many"), "steps=many must be a whole number, at least 1"),
     "a group of one": (lambda: trainer(rollout={"group_size": 1}), "group_size=1 must be a whole number, at least 2"),
@@ -119,10 +95,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a configuration": (lambda: load_config("tiny"), "there is no configuration tiny; the package has .*tiny_cpu"),
     "an old run": (holds_a_run, "set resume=True to continue it, overwrite=True to replace it, or out to another"),
     "a loss": (lambda: trainer(loss={"name": "PPOLoss"}), "loss.name=PPOLoss must be one of .*GRPOLoss"),
-    "a replay": (
-        lambda: TransformersWrapper(make_tiny_moe("qwen3_moe"), replay="r3"),
-        "must be one of .*'R3'.*, got 'r3'",
-    ),
+    "a replay": (lambda: TransformersWrapper(make_tiny_moe(), replay="r3"), "must be one of .*'R3'.*, got 'r3'"),
 }
 
 

@@ -18,21 +18,14 @@ FILES = ["config.yaml", "data.jsonl", "reward.py", "README.md"]
 
 
 def test_it_writes_four_files_and_says_what_is_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "a" / "run"
+    folder = tmp_path / "my first" / "run"
     assert main(["init", str(folder), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said == {
-        "folder": str(folder), "files": FILES, "next": f"cd {folder} && torchrl-moe train --config config.yaml",
-    }  # fmt: skip
+    assert (said["folder"], said["files"]) == (str(folder), FILES)
+    assert shlex.split(said["next"]) == ["cd", str(folder), "&&", "torchrl-moe", "train", "--config", "config.yaml"]
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     assert len(rows) == 100 and {"prompt": "7+8=", "answer": "15"} in rows
-
-
-def test_the_command_that_is_next_quotes_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", str(tmp_path / "my first run"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["next"]
-    assert shlex.split(said)[:3] == ["cd", str(tmp_path / "my first run"), "&&"]
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from support.sources import ROOT
-from torchrl_moe import __version__
 from torchrl_moe.cli import main as module
 from torchrl_moe.cli.command import Command, Output
 from torchrl_moe.cli.main import COMMANDS, main
@@ -45,12 +44,6 @@ print(json.dumps([loaded, [name for name in {HEAVY!r} if name in sys.modules]]))
     assert (done.returncode, done.stderr) == (0, "")
     # "train --list" finds the folder of configurations by their room, whose face is lazy
     assert json.loads(done.stdout) == [[], ["numpy"]]
-
-
-def test_python_m_is_the_same_command() -> None:
-    command = [sys.executable, "-m", "torchrl_moe.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"torchrl_moe {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -93,8 +86,11 @@ def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest
     assert code == 2 and said in capsys.readouterr().err
 
 
+Act = Callable[[Callable[[], int]], None]
+
+
 @pytest.fixture
-def acting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+def acting(monkeypatch: pytest.MonkeyPatch) -> Act:
     """Has ``doctor`` do something else."""
 
     def act(what: Callable[[], int]) -> None:
@@ -108,7 +104,7 @@ def acting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], Non
 
 
 def test_an_error_is_one_line_unless_its_traceback_is_asked_for(
-    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+    acting: Act, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> int:
         raise KeyError("gone")
@@ -122,9 +118,7 @@ def test_an_error_is_one_line_unless_its_traceback_is_asked_for(
     assert err.startswith("Traceback") and err.endswith(line)
 
 
-def test_an_interrupt_is_one_line(
-    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_is_one_line(acting: Act, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
@@ -133,9 +127,7 @@ def test_an_interrupt_is_one_line(
     assert capsys.readouterr().err == "torchrl-moe doctor: interrupted; nothing was left running\n"
 
 
-def test_json_is_all_there_is_on_stdout(
-    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_all_there_is_on_stdout(acting: Act, capsys: pytest.CaptureFixture[str]) -> None:
     def chat() -> int:
         print("a library says hello")
         return 0
@@ -145,7 +137,7 @@ def test_json_is_all_there_is_on_stdout(
 
 
 def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
-    acting: Callable[[Callable[[], int]], None], caplog: pytest.LogCaptureFixture
+    acting: Act, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warn() -> int:
         warnings.warn("old", DeprecationWarning, stacklevel=1)

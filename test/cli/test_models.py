@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,58 +165,42 @@ BUSY = OSError(errno.EADDRINUSE, "Address already in use")
 @pytest.mark.parametrize(
     ("error", "line", "code"),
     [
-        (BadUse("name a model"), "name a model", 2),
-        (RequestRefusedError("too long"), "too long", 2),
-        (ReplicaDiedError("it died"), "it died", 1),
-        (ReplicaDiedError("it died\nits log"), "it died (--traceback shows the rest, with the engine's log)", 1),
+        (BadUse("name a model"), "^name a model$", 2),
+        (RequestRefusedError("too long"), "^too long$", 2),
+        (ReplicaDiedError("it died"), "^it died$", 1),
+        (ReplicaDiedError("it died\nits log"), r"^it died \(--traceback shows the rest, with the engine's log\)$", 1),
         (
             ReplicaDiedError(
                 "it did not start: RuntimeError: See root cause above.\n(core) ValueError: no room for the cache\n"
                 "(core) more\nRuntimeError: See root cause above."
             ),
-            "it did not start: RuntimeError: See root cause above. It was ValueError: no room for the cache "
-            "(--traceback shows the rest, with the engine's log)",
+            r"^it did not start: RuntimeError: .* It was ValueError: no room for the cache \(--traceback shows",
             1,
         ),
-        (
-            ModuleNotFoundError("No module named 'hydra.core'", name="hydra.core"),
-            "needs hydra, which is not installed: pip install 'torchrl_moe[train]'",
-            2,
-        ),
+        (ModuleNotFoundError("", name="hydra.core"), r"^needs hydra, .* pip install 'torchrl_moe\[train\]'$", 2),
         (
             raised_from(ImportError("cannot load it"), ModuleNotFoundError("no rich", name="rich")),
-            "needs rich, which is not installed: pip install 'torchrl_moe[render]'",
+            r"^needs rich, .* pip install 'torchrl_moe\[render\]'$",
             2,
         ),
-        (
-            FULL,
-            "the disk is full at /data/run/model.safetensors: make room there; TMPDIR names another place for "
-            "temporary files",
-            1,
-        ),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "standard output"),
-            "standard output cannot be written to (No space left on device): redirect it to a place with room",
-            1,
-        ),
-        (BUSY, "[Errno 98] Address already in use: free the port, or use another", 2),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/root/x"),
-            "[Errno 13] Permission denied: '/root/x': use a folder that you may read and write",
-            2,
-        ),
-        (MemoryError(), "out of memory (MemoryError): use a narrower dtype, or a smaller model", 1),
+        (FULL, "^the disk is full at /data/run/model.safetensors: .* TMPDIR", 1),
+        (OSError(errno.ENOSPC, "No space left", "standard output"), "^standard output cannot .* redirect it", 1),
+        (BUSY, "Address already in use: free the port, or use another$", 2),
+        (PermissionError(errno.EACCES, "denied", "/root/x"), "'/root/x': use a folder that you may read and write$", 2),
+        (MemoryError(), r"^out of memory \(MemoryError\): use a narrower dtype, or a smaller model$", 1),
         (
             raised_from(ValueError("cannot import 'mine'"), ModuleNotFoundError("No module named 'mine'", name="mine")),
-            "cannot import 'mine'",
+            "^cannot import 'mine'$",
             2,
         ),
-        (KeyError("a"), "KeyError: 'a' (--traceback shows where it comes from)", 1),
+        (KeyError("a"), r"^KeyError: 'a' \(--traceback shows where it comes from\)$", 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_is_one_line(error: Exception, line: str, code: int) -> None:
-    assert explain(error) == (line, code)
+    said, found = explain(error)
+    assert re.search(line, said) and "\n" not in said
+    assert found == code
 
 
 def test_a_full_disk_without_a_name_names_both_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

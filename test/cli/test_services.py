@@ -233,17 +233,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     return calls
 
 
-def test_an_engine_is_small_unless_told_otherwise(asked: Any) -> None:
-    with started("m", config(), "vllm", "float32", ["max_model_len=64"]) as engine:
+@pytest.mark.parametrize(
+    ("of", "dtype", "given", "length"),
+    [(("qwen3_moe", 512), "float32", ["max_model_len=64"], 64), (("deepseek_v3", 1 << 20), "bfloat16", [], 2048)],
+)
+def test_an_engine_is_small_unless_told_otherwise(
+    asked: Any, of: Any, dtype: str, given: list[str], length: int
+) -> None:
+    """Memory and kernels are left to where engines are built."""
+    with started("m", config(*of), "vllm", dtype, given) as engine:
         assert engine == "an engine"
-    ((folder, arguments),) = asked
-    assert (folder, arguments.pop("engine")) == ("m", "vllm")
-    assert arguments == {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-
-
-def test_sequences_are_short_and_memory_and_kernels_are_left_to_where_engines_are_built(asked: Any) -> None:
-    with started("m", config("deepseek_v3", 1 << 20), "vllm", "bfloat16", []):
-        assert asked == [("m", {"engine": "vllm", "dtype": "bfloat16", "max_model_len": 2048, "enforce_eager": True})]
+    assert asked == [("m", {"engine": "vllm", "dtype": dtype, "max_model_len": length, "enforce_eager": True})]
 
 
 def test_without_vllm_another_engine_is_named(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,7 @@ def test_a_plan_starts_nothing(capsys: CaptureFixture[str]) -> None:
     ("arguments", "line"),
     [
         (["tiny_async"], "'tiny_async' is not a setting: write key=value; --config names a configuration"),
-        (["--config", "nonsense"], "there is no configuration nonsense; the package has multi_node"),
         (["optim.lr=fast"], "optim.lr"),
-        (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
     ],
 )
 def test_bad_use_is_one_line(arguments: list[str], line: str, capsys: CaptureFixture[str]) -> None:

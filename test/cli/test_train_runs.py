@@ -183,21 +183,6 @@ def test_a_run_from_a_folder_does_not_continue_with_another_runs_model(tmp_path:
         assert first_weight(trainer) == float(other_model(4).lm_head.weight[0, 0])
 
 
-def test_a_run_continues_where_it_was(tmp_path: Path) -> None:
-    folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
-    with set_list_to_stack(True):
-        with trainer_of(tmp_path / "run", str(folder)) as first:
-            first.config.optim.warmup_steps = 0
-            first.train()
-            lr, step = first.learner.stepper.schedule.last_epoch, first.steps_done
-            weights = {name: weight.clone() for name, weight in first.policy_model.trained.items()}
-        with trainer_of(tmp_path / "run", str(folder), resume=True, steps=3) as again:
-            assert (again.learner.stepper.schedule.last_epoch, again.steps_done) == (lr, step) == (2, 2)
-            assert all(weights[name].equal(weight) for name, weight in again.policy_model.trained.items())
-            again.train()
-            assert [row["step"] for row in again.record.rows] == [0, 1, 2]
-
-
 def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
     with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder)) as trainer:

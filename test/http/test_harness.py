@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from support.collecting import Questions, new_weights, policy_of
 from support.waiting import PATIENCE, in_thread, until
@@ -26,7 +25,6 @@ from torchrl_moe.errors import SessionClosedError
 from torchrl_moe.http.harness import HarnessEnv, run_process
 from torchrl_moe.http.sessions import SessionStore
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 TOKENIZER = ByteTokenizer()
@@ -142,24 +140,6 @@ def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect:
     collector.show_samples(2)
 
 
-def test_a_replay_buffer_gives_both_rows_of_a_sample_its_advantage(server: StandIn, collect: Collect) -> None:
-    rewards = iter(range(100))
-    play = two_turns(server)
-
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        await play(base_url, row)
-        return float(next(rewards) % 2)
-
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=GRPOAdvantage())
-    collector = collect(HarnessEnv(run, server), groups_per_batch=1, replay_buffer=buffer)
-    first(collector)
-    advantages = [round(float(row["advantage"]), 3) for row in buffer[:]]
-    # rewards 0 and 1, in either order: (0 - 0.5) / 0.707
-    assert sorted(advantages) == [-0.707, -0.707, 0.707, 0.707]
-    assert advantages[0] == advantages[1]
-    assert advantages[2] == advantages[3]
-
-
 def test_calls_go_through_the_collector(server: StandIn, collect: Collect) -> None:
     new_weights(server.engine, 3)
     collector = collect(
@@ -210,25 +190,27 @@ async def nothing(base_url: str, row: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def test_a_group_of_harnesses_without_calls_fails(server: StandIn, collect: Collect) -> None:
-    with pytest.raises(ValueError, match="a harness made no call"):
-        first(collect(HarnessEnv(nothing, server)))
-
-
 @pytest.mark.parametrize(
-    ("reward", "error", "message"),
-    [("1", TypeError, "must return its reward, a number, got '1'"), (float("nan"), ValueError, "must be finite")],
+    ("calls", "reward", "limits", "error", "message"),
+    [
+        (0, 1.0, {}, ValueError, "a harness made no call"),
+        (1, "1", {}, TypeError, "must return its reward, a number, got '1'"),
+        (1, float("nan"), {}, ValueError, "must be finite"),
+        (3, 1.0, {"max_turns": 2}, ValueError, "max_turns=2"),
+    ],
 )
-def test_a_reward_that_is_none(
-    reward: Any, error: type[Exception], message: str, server: StandIn, collect: Collect
-) -> None:
+def test_what_a_harness_may_not_do_fails_its_group(
+    calls: int, reward: Any, limits: dict[str, int], error: type[Exception], message: str,
+    server: StandIn, collect: Collect,
+) -> None:  # fmt: skip
     async def run(base_url: str, row: dict[str, Any]) -> Any:
-        await server.ask(base_url, "a")
+        for i in range(calls):
+            await server.ask(base_url, str(i))
         return reward
 
     with pytest.raises(error, match=message):
-        first(collect(HarnessEnv(run, server)))
-    assert server.sessions.ids() == []
+        first(collect(HarnessEnv(run, server), **limits))
+    until(lambda: server.sessions.ids() == [])
 
 
 def test_a_harness_that_raises_costs_its_group(server: StandIn, collect: Collect) -> None:
@@ -297,16 +279,6 @@ def test_the_time_that_an_answer_takes_is_not_the_harnesss(server: StandIn, coll
         return 1.0
 
     assert len(first(collect(HarnessEnv(run, server), reward_timeout=1.0))) == 2
-
-
-def test_a_harness_may_ask_so_many_times(server: StandIn, collect: Collect) -> None:
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        for i in range(3):
-            await server.ask(base_url, str(i))
-        return 1.0
-
-    with pytest.raises(ValueError, match="max_turns=2"):
-        first(collect(HarnessEnv(run, server), max_turns=2))
 
 
 def test_a_shutdown_cancels_harnesses_and_their_calls(server: StandIn, collect: Collect) -> None:

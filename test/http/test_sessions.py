@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
 
+from support.rollouts import GivenActor
 from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.errors import SessionClosedError, SessionLimitError
 from torchrl_moe.http.sessions import Session, SessionStore
@@ -272,35 +273,8 @@ def test_a_continued_answer_is_one_trajectory_of_two_turns() -> None:
     assert (rows[:, 0] == -1).all()
 
 
-def test_answers_that_begin_alike_were_sampled_twice() -> None:
-    session = new_session()
-    call(session, [1], [2, 3])
-    call(session, [1], [2, 3])
-    newest = call(session, [1], [2, 3]).outputs[0].logprobs[0]
-    call(session, [1, 2, 3, 4], [5])
-    tds = session.trajectories()
-    assert [full(td) for td in tds] == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5]]
-    assert float(tds[2]["log_probs", "full"][1]) == newest  # the newest is continued
-
-
 # Two ids for one text: byte 200 alone is no UTF-8, and decodes to U+FFFD, whose own three bytes do so too.
 BAD, REPLACEMENT = [200], list("\ufffd".encode())
-
-
-def test_an_answer_is_sent_as_it_was_sampled_though_its_text_encodes_otherwise() -> None:
-    session = new_session()
-    prompt, answer = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), [104, *BAD, 105, END]
-    call(session, prompt, answer)
-    rest = ids("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
-    rendered = [*prompt, 104, *REPLACEMENT, 105, END, *rest]
-    assert session.prompt_ids(rendered) == prompt + answer + rest
-    assert session.prompt_ids(rendered) != rendered
-    # and so on, over a second such answer
-    call(session, prompt + answer + rest, [*BAD, END])
-    again = [*rendered, *REPLACEMENT, END, *rest]
-    assert session.prompt_ids(again) == prompt + answer + rest + [*BAD, END] + rest
-    (td,) = [td for td in session.trajectories()]
-    assert trained(td) == [*answer, *BAD, END]
 
 
 SAID = st.lists(st.integers(0, 255), min_size=1, max_size=6)
@@ -429,29 +403,23 @@ def test_reasoning_that_the_template_drops_stays_in_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "system"),
     [
-        [user("a"), {**YES, "content": "yes!"}, user("b")],
-        [user("a"), {**YES, "reasoning": "ho"}, user("b")],
-        [user("A"), YES, user("b")],
-        [SYSTEM, user("a"), YES, user("b")],
-        [user("a"), user("b")],
+        ([user("a"), {**YES, "content": "yes!"}, user("b")], "sys"),
+        ([user("a"), {**YES, "reasoning": "ho"}, user("b")], "sys"),
+        ([user("A"), YES, user("b")], "sys"),
+        ([SYSTEM, user("a"), YES, user("b")], "sys"),
+        ([user("a"), user("b")], "sys"),
+        ([user("a"), YES, user("b")], "sys, and a calculator"),
     ],
-    ids=["the answer", "its reasoning", "the question", "one more message", "the answer left out"],
+    ids=["the answer", "its reasoning", "the question", "one more message", "the answer left out", "other tools"],
 )
-def test_a_history_that_the_client_changed_is_a_branch(changed: list[dict[str, Any]]) -> None:
-    chat = Chat(new_session())
-    chat.ask([user("a")], THOUGHT, YES)
-    assert chat.ask(changed, "ok<|im_end|>", {"role": "assistant", "content": "ok"}) == chat.rendered(changed)
-    assert [trained(td) for td in chat.session.trajectories()] == [ids(THOUGHT), ids("ok<|im_end|>")]
-
-
-def test_other_tools_are_another_prompt_though_the_messages_are_the_same() -> None:
+def test_a_history_that_the_client_changed_is_a_branch(changed: list[dict[str, Any]], system: str) -> None:
     session = new_session()
     Chat(session).ask([user("a")], THOUGHT, YES)
-    other = Chat(session, system="sys, and a calculator")
-    history = [user("a"), YES, user("b")]
-    assert other.ask(history, "ok<|im_end|>", YES) == other.rendered(history)
+    chat = Chat(session, system)
+    assert chat.ask(changed, "ok<|im_end|>", {"role": "assistant", "content": "ok"}) == chat.rendered(changed)
+    assert [trained(td) for td in session.trajectories()] == [ids(THOUGHT), ids("ok<|im_end|>")]
 
 
 def test_an_answer_that_was_cut_goes_on_at_the_end_of_its_turn() -> None:
@@ -541,35 +509,21 @@ def test_aborted_and_empty_answers_are_left_out() -> None:
 
 
 def test_losses_take_trajectories_as_they_are() -> None:
-    from tensordict import lazy_stack
-    from tensordict.nn import TensorDictModuleBase
-
-    class Actor(TensorDictModuleBase):
-        in_keys, out_keys = [("tokens", "full")], []
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
-
-        def score(self, td: TensorDictBase, entropy: bool = False) -> Any:
-            rows = td.get(("log_probs", "full"), as_list=True)
-            longest = max(map(len, rows))
-            padded = [torch.nn.functional.pad(row.nan_to_num(), (longest - len(row), 0)) for row in rows]
-            return torch.stack(padded) + self.weight, None, None
-
     session = new_session()
     call(session, [1], [2, 3])
     call(session, [1, 2, 3, 4], [5])
     call(session, [1, 2, 3, 6], [7])
     batch = lazy_stack(session.trajectories())
     batch.set("advantage", torch.ones(2, 1, 1))
+    rows = [row.nan_to_num() for row in batch.get(("log_probs", "full"), as_list=True)]
+    log_probs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     for masking in ("sft", "rlhf"):
-        actor = Actor()
+        actor = GivenActor(log_probs.clone())
         out = GRPOLoss(actor, masking_strategy=masking, entropy_bonus=False)(batch)
         out.loss_objective.backward()
         # four sampled tokens of advantage 1 and ratio 1: the mean over them is -1
         assert float(out.loss_objective.detach()) == pytest.approx(-1.0)
-        assert float(actor.weight.grad) == pytest.approx(-1.0)
+        assert float(actor.log_probs.grad.sum()) == pytest.approx(-1.0)
 
 
 # -- reading again ----------------------------------------------------------------------------------------------------
@@ -787,12 +741,7 @@ def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded() -> None
 def test_threads_may_record_at_once() -> None:
     session = new_session()
     completions = [completed([1, 2, i], [3]) for i in range(32)]
-    threads = [
-        threading.Thread(target=session.record, args=(one.prompt_token_ids.tolist(), one)) for one in completions
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda one: session.record(one.prompt_token_ids.tolist(), one), completions))
     assert session.num_tokens == 2 + 2 * 32
     assert sorted(full(td)[2] for td in session.trajectories()) == list(range(32))

@@ -130,13 +130,6 @@ def test_weights_are_constants() -> None:
     assert not weight.requires_grad
 
 
-def test_what_is_asked_for() -> None:
-    assert not Corrections(None)
-    assert Corrections("geo")
-    assert [Corrections(name).needs_staleness for name in ("opsm", "staleness_mask", "staleness_weight")] == [_, X, X]
-    assert Corrections(["tis", "snis"], proximal="recomputed").normalises
-
-
 @pytest.mark.parametrize(
     ("names", "proximal", "told"),
     [

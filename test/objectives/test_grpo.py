@@ -19,7 +19,6 @@ from torchrl.objectives import LossModule
 
 from support.ranks import run_as_ranks
 from support.rollouts import (
-    VOCABULARY,
     BigramActor,
     GivenActor,
     by_hand,
@@ -45,7 +44,6 @@ from torchrl_moe.objectives import (
     Thresholds,
     sum_over_ranks,
 )
-from torchrl_moe.objectives import functional as F
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 LN2, LN15 = math.log(2), math.log(1.5)
@@ -204,30 +202,12 @@ def test_denominators() -> None:
 
 
 def run_rank() -> Any:
-    """Compare each aggregation of both ranks' rows with that of all; return some sums."""
+    """Sums of both ranks: numbers and tensors, for gradients that are averaged and that are not."""
     rank = distributed.get_rank()
-    torch.manual_seed(0)
-    features = torch.randn(5, 4, 3, dtype=torch.float64)
-    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    advantage, mask = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4) < 0.6
-
-    def gradient(rows: slice, numbers: dict[str, Any], aggregation: Any) -> Tensor:
-        surrogate = F.clipped_surrogate(0.1 * features[rows] @ weight, advantage[rows], 0.2, 0.2)
-        loss = F.aggregate(surrogate, mask[rows], aggregation, **numbers)
-        return torch.autograd.grad(loss, weight)[0]
-
-    rows = slice(0, 2) if rank == 0 else slice(2, 5)
-    for aggregation in ("token_mean", "prompt_mean", "sequence_mean"):
-        own = {"num_tokens": float(mask[rows].sum()), "num_sequences": float(F.sequence_count(mask[rows], aggregation))}
-        whole = gradient(slice(None), {}, aggregation)
-        for averaged in (True, False):
-            part = gradient(rows, sum_over_ranks(own, gradients_are_averaged=averaged), aggregation)
-            distributed.all_reduce(part)
-            torch.testing.assert_close(part / (2 if averaged else 1), whole, rtol=1e-9, atol=1e-12)
-    tensors = {"flat": torch.arange(3) + rank, "square": torch.ones(2, 2)}
-    sums = sum_over_ranks(tensors)
+    sums = sum_over_ranks({"flat": torch.arange(3) + rank, "square": torch.ones(2, 2)})
     assert sums["flat"].tolist() == [0.5, 1.5, 2.5]
     assert sums["square"].tolist() == [[1, 1], [1, 1]]
+    assert sum_over_ranks({"a": 1.0 + rank}) == {"a": 1.5}
     return sum_over_ranks({"a": 1.0 + rank, ("b", "c"): 0.5}, gradients_are_averaged=False)
 
 
@@ -663,39 +643,21 @@ def test_torchrls_kl_in_the_reward() -> None:
     assert GRPOLoss(actor, kl_to_ref_coeff=0.1)(td).kl_to_ref.item() > 0
 
 
-class Rollouts:
-    """A collector: the actor answers 32 one-token prompts with three tokens; an even token is worth a point."""
+class OneBatch:
+    """A collector of 32 rollouts, sampled by the actor."""
 
     init_random_frames = 0
 
-    def __init__(self, actor: BigramActor, batches: int) -> None:
-        self.actor, self.batches = actor, batches
-        self.rewards: list[float] = []
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        for _ in range(self.batches):
-            yield lazy_stack([self.rollout(i % VOCABULARY) for i in range(32)])
+    def __init__(self, actor: BigramActor) -> None:
+        self.actor = actor
 
     @torch.no_grad()
-    def rollout(self, prompt: int) -> TensorDict:
-        ids, log_probs = [prompt], [float("nan")]
-        for _ in range(3):
-            log_p = self.actor.logits[ids[-1]].log_softmax(-1)
-            ids.append(int(torch.multinomial(log_p.exp(), 1, generator=self.generator)))
-            log_probs.append(log_p[ids[-1]].item())
-        reward = sum(1 - token % 2 for token in ids[1:]) / 3
-        self.rewards.append(reward)
-        known = torch.ones(4, dtype=torch.bool)
-        return TensorDict(
-            {
-                "tokens": {"full": torch.tensor(ids), "prompt": torch.tensor(ids[:1])},
-                "masks": {"all_attention_mask": known},
-                "log_probs": {"full": torch.tensor(log_probs, dtype=torch.float64)},
-                "advantage": torch.tensor([[reward - 0.5]], dtype=torch.float64),
-                "next": {"reward": torch.tensor([[reward]])},
-            }
-        )
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        rollouts = samples([(1, 3)] * 32)
+        for rollout, log_probs in zip(rollouts, self.actor.score(ragged(rollouts))[0], strict=True):
+            rollout[LOG_PROBS][1:] = log_probs[1:]
+            rollout["next", "reward"] = torch.zeros(1, 1)
+        yield ragged(rollouts)
 
     def shutdown(self) -> None: ...
 
@@ -712,20 +674,22 @@ class Sender:
         self.updates += 1
 
 
-def train(loss: GRPOLoss, batches: int) -> tuple[Any, Rollouts, Sender]:
-    """TorchRL's trainer, run to its end."""
+@pytest.mark.parametrize(
+    "build", [DAPO, lambda actor: GSPOLoss(actor, correction=["geo", "opsm"]), CISPOLoss, DPPOLoss, SAPOLoss]
+)
+def test_each_loss_runs_in_the_grpo_trainer(build: Any) -> None:
     from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
     from torchrl.trainers.algorithms.grpo import GRPOTrainer
 
-    actor, sender = loss.actor_network, Sender()
-    collector = Rollouts(actor, batches)
+    actor, sender = BigramActor(), Sender()
+    before = actor.logits.detach().clone()
     buffer = ReplayBuffer(storage=LazyStackStorage(32), sampler=SamplerWithoutReplacement(), batch_size=32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainer says that it is experimental
         trainer = GRPOTrainer(
-            collector=collector,
-            total_frames=batches * 32,
-            loss_module=loss,
+            collector=OneBatch(actor),
+            total_frames=32,
+            loss_module=build(actor),
             optimizer=torch.optim.Adam(actor.parameters(), lr=0.3),
             replay_buffer=buffer,
             weight_sync_sender=sender,
@@ -733,16 +697,6 @@ def train(loss: GRPOLoss, batches: int) -> tuple[Any, Rollouts, Sender]:
             progress_bar=False,
         )
         trainer.train()
-    return trainer, collector, sender
-
-
-@pytest.mark.parametrize(
-    "build", [DAPO, lambda actor: GSPOLoss(actor, correction=["geo", "opsm"]), CISPOLoss, DPPOLoss, SAPOLoss]
-)
-def test_each_loss_runs_in_the_grpo_trainer(build: Any) -> None:
-    actor = BigramActor()
-    before = actor.logits.detach().clone()
-    trainer, _, sender = train(build(actor), batches=1)
     assert sender.updates == trainer.optimization_stepper.optimizer_step_count == 1
     assert trainer.optimization_stepper.state_dict()["skipped_nonfinite_steps"] == 0
     assert (actor.logits - before).abs().max() > 0.1

@@ -40,14 +40,6 @@ def test_pads_dense_layers_and_broken_rows_are_no_rows() -> None:
     assert rows[0, :, 2].tolist() == [False, False, True, True]
 
 
-def test_a_layer_of_nan_has_a_router_and_no_row() -> None:
-    logits = torch.ones(1, 2, 3, 4)
-    logits[:, :, 0], logits[:, :, 1] = NAN, 0
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    assert balance.router_layers(logits, mask).tolist() == [True, False, True]
-    assert balance.known_rows(logits, mask)[0].tolist() == [[False, False, True]] * 2
-
-
 def test_choices_are_counted_and_measured() -> None:
     logits = torch.tensor([[[[3.0, 1, 2], [9, 8, 7]], [[1, 2, 3], [NAN, NAN, NAN]]]])
     counts = balance.choice_counts(logits, balance.known_rows(logits, torch.ones(1, 2, dtype=torch.bool)), 2)

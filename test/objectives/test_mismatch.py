@@ -74,19 +74,6 @@ def test_no_difference_is_no_mismatch_and_a_small_one_is_not_lost_in_rounding() 
     assert measured(td, sampled + 1e-6)["mismatch/k3"] == pytest.approx(5e-13, rel=1e-3)
 
 
-def test_k3_estimates_the_divergence_of_engine_to_trainer() -> None:
-    """Every token of a small vocabulary, weighed by μ: the mean of k3 and of k1 is the divergence, chi2 is exact."""
-    engine, trainer = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
-    tokens = torch.tensor([0, 0, 1, 2])  # as often as μ says
-    td = ragged([sample(1, 4)])
-    td[0][LOG_PROBS] = torch.cat([torch.tensor([NAN]), engine[tokens].log()]).double()
-    found = measured(td, torch.cat([torch.zeros(1), trainer[tokens].log()])[None])
-    divergence = (engine * (engine / trainer).log()).sum().item()
-    assert found["mismatch/k3"] == pytest.approx(divergence, abs=1e-6)
-    assert found["mismatch/k1"] == pytest.approx(divergence, abs=1e-6)
-    assert found["mismatch/chi2"] == pytest.approx((trainer**2 / engine).sum().item() - 1, abs=1e-6)
-
-
 # -- which tokens -----------------------------------------------------------------------------------------------------
 
 

@@ -38,18 +38,6 @@ def test_a_version_is_copied_as_it_was_written(tmp_path: Path, text: bytes) -> N
     assert manifest.digest != publish(tmp_path / "store", 4, text + b"!").digest
 
 
-def test_an_older_adapter_may_be_published_again(tmp_path: Path) -> None:
-    store, copy = tmp_path / "store", tmp_path / "copy"
-    copy.mkdir()
-    first = publish(store, 1, b"first")
-    publish(store, 2, b"second")
-    writer = WeightStoreWriter(store)
-    assert writer.republish(1, 3).digest == first.digest
-    writer.publish(adapter_tensors(files(b"fourth")).items(), 4)
-    copy_adapter(store, 3, copy)
-    assert (copy / MODEL).read_bytes() == b"first"
-
-
 @pytest.mark.parametrize(
     ("spoil", "kind", "words"),
     [

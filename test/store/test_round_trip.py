@@ -143,6 +143,7 @@ def test_tensors_that_are_not_as_announced_end_the_version_and_leave_the_one_bef
     ):
         with pytest.raises(ManifestMismatch, match=words):
             writer.publish(tensors, 3, kinds)
+        assert not list(reader.folder.glob("*.tmp-*"))
     assert reader.newest() == 2
     reader.verify(reader.manifest(2))
 
@@ -180,16 +181,18 @@ def test_files_in_memory_are_written_over_in_turns_and_stay_mapped(memory: Path)
     assert len(pointers) == 2
 
 
-def test_a_file_that_is_read_is_not_written_over(memory: Path) -> None:
-    writer, reader = WeightStoreWriter(memory), WeightStoreReader(memory)
+def test_a_version_that_is_read_is_neither_removed_nor_written_over(
+    writer: Writer, reader: Reader, folder: Path
+) -> None:
     (manifest,) = publish(writer, 1)
     with reader.reading(manifest) as tensors:
         publish(writer, 2, 3, 4)
         assert tensors["w"].eq(1.0).all()
         assert reader.versions() == [1, 3, 4]
+        reader.verify(manifest)
     publish(writer, 5)
-    assert reader.versions() == [4, 5]
-    assert sum(path.stat().st_size for path in memory.glob("*v*")) < 3 * 4_500
+    assert (reader.versions(), list((folder / "pins").iterdir())) == ([4, 5], [])
+    assert sum(path.stat().st_size for path in folder.glob("*v*")) < 3 * 4_500
 
 
 def test_the_oldest_version_goes_before_a_new_one_is_written_in_memory(memory: Path) -> None:

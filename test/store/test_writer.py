@@ -69,18 +69,6 @@ def test_the_newest_versions_are_kept_and_the_marker_names_the_last(tmp_path: Pa
         read(tmp_path, 2)
 
 
-def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) -> None:
-    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
-    manifest = publish(writer, 1)
-    with reader.reading(manifest) as held:
-        publish(writer, 2, 3, 4)
-        assert files(tmp_path) == ["v1", "v3", "v4"]
-        assert held["a"].eq(1).all()
-        reader.verify(manifest)
-    publish(writer, 5)
-    assert (files(tmp_path), list((tmp_path / "pins").iterdir())) == (["v4", "v5"], [])
-
-
 def test_a_dead_readers_pin_is_forgotten(tmp_path: Path) -> None:
     writer = WeightStoreWriter(tmp_path)
     publish(writer, 1)
@@ -335,27 +323,6 @@ def test_a_base_that_may_not_be_there_is_not_referred_to(tmp_path: Path, what: s
     assert read(tmp_path, 2) == {"a": 1.0}
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_a_patch_or_its_base_that_is_damaged_is_refused(tmp_path: Path, damage: str) -> None:
-    for name, file in (("base", "v1"), ("patch", "v2")):
-        folder = tmp_path / name
-        writer, tensor = WeightStoreWriter(folder, delta=True), torch.zeros(1000)
-        writer.publish([("a", tensor)], 1)
-        tensor = tensor.clone()
-        tensor[999] = 1
-        writer.publish([("a", tensor)], 2)
-        path = folder / f"{file}.safetensors"
-        content = bytearray(path.read_bytes())
-        if damage == "gone":
-            path.unlink()
-        else:
-            content[-3 if name == "patch" else -33] ^= 64  # in the patch: the distance
-            path.write_bytes(content if damage == "flipped" else content[:-3])
-        reader = WeightStoreReader(folder)
-        with pytest.raises((ManifestMismatch, DigestMismatch)):
-            reader.verify(reader.manifest(2))
-
-
 def test_a_writer_that_counts_again_replaces_versions(tmp_path: Path) -> None:
     writer = WeightStoreWriter(tmp_path)
     publish(writer, 7, 8)
@@ -423,13 +390,6 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(
             writer.publish([(name, large[name]) for name in names], 2)
 
     assert (exit_code_of(work), files(tmp_path), read(tmp_path, 1)) == (0, ["v1"], {"a": 1.0})
-
-
-def test_a_version_that_fails_leaves_no_litter(tmp_path: Path) -> None:
-    kinds = {name: (torch.float32, torch.Size([3])) for name in "ab"}
-    with pytest.raises(ManifestMismatch, match="1 tensors did not come: b"):
-        WeightStoreWriter(tmp_path).publish([("a", torch.ones(3))], 1, kinds)
-    assert (files(tmp_path), WeightStoreReader(tmp_path).newest()) == ([], None)
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -529,6 +489,12 @@ def test_a_file_that_was_damaged_anywhere_is_refused(tmp_path: Path) -> None:
             reader.verify(reader.manifest(2))
             reader.verify(reader.manifest(1))
         (tmp_path / f"v{version}.safetensors").write_bytes(contents[version])
+    for version, content in contents.items():
+        (tmp_path / f"v{version}.safetensors").unlink()
+        reader = WeightStoreReader(tmp_path)
+        with pytest.raises(ManifestMismatch):
+            reader.verify(reader.manifest(2))
+        (tmp_path / f"v{version}.safetensors").write_bytes(content)
     reader.verify(reader.manifest(2))
 
 

@@ -273,9 +273,6 @@ def test_without_kept_tokens_the_log_probs_are_off_by_the_mass_that_was_kept() -
         mass = model(ids(3, 6)).logits[:, -1].softmax(-1).topk(5).values.sum(-1)
     assert torch.allclose(untold - told, mass.log(), atol=1e-5)
     assert "kept" in batch[0]["sampling"] and "kept" not in without_kept_tokens(batch)[0]["sampling"]
-
-
-def test_a_batch_without_rows_stays_one() -> None:
     assert len(without_kept_tokens(TensorDict(batch_size=[0]))) == 0
 
 

@@ -107,13 +107,6 @@ def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
     assert (engine.fakes[0].reader.folder, value_in(engine, 0)) == (tmp_path / "mounted", 3.0)
 
 
-def test_a_sender_that_knows_the_engine_brings_weights_to_it(tmp_path: Path) -> None:
-    engine, sender = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
-    sender.init_all_workers_group(None, vllm_engine=engine)
-    assert (len(sender.update_weights(weights(2)).replicas), engine.versions) == (2, [1, 1])
-    sender.shutdown()
-
-
 def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(tmp_path: Path) -> None:
     engine, scheme = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path)
     sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)

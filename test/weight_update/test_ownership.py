@@ -75,14 +75,6 @@ def test_a_takeover_between_staging_and_the_swap_pauses_nothing(fleet: Fleet) ->
     assert value_in(engine, 0) is None
 
 
-def test_a_sender_that_is_shut_down_gives_its_engine_up(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    connect(engine).shutdown()
-    other_driver(engine, 0, 1)
-    with pytest.raises(WeightsOwnedError):
-        connect(engine)
-
-
 def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothing(connect: Connect) -> None:
     engine = FakeFleet(2)
     older = connect(engine)
@@ -92,14 +84,6 @@ def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothi
     assert owner_of(engine.fakes[0]) == THIS_DRIVER
     newer.init_all_workers_group(None, vllm_engine=engine)  # again, by the same sender
     assert owner_of(engine.fakes[0]) == THIS_DRIVER
-
-
-def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    sender.update_weights(weights(1))
-    new = engine.restart(1)
-    sender.bring(1)
-    assert (new.owner.claim("other", OTHER, False).owner, value_in(engine, 1)) == (THIS_DRIVER, 1.0)
 
 
 def test_a_replica_that_another_driver_has_is_named_by_the_update(fleet: Fleet) -> None:
@@ -131,13 +115,17 @@ def test_a_receiver_of_a_directory_claims_too_and_again_once_who_took_its_replic
     sender.shutdown()
 
 
-def test_a_sender_that_moves_to_another_engine_gives_the_first_one_up(connect: Connect) -> None:
+def test_a_sender_that_moves_to_another_engine_or_is_shut_down_gives_the_one_it_had_up(connect: Connect) -> None:
     first, second = FakeFleet(2), FakeFleet(2)
     sender = connect(first)
     sender.update_weights(weights(1))
     sender.init_all_workers_group(None, vllm_engine=second)
     assert all(fake.owner.claim("other", OTHER, False).granted for fake in first.fakes)
     assert owner_of(second.fakes[0]) == THIS_DRIVER
+    sender.shutdown()
+    other_driver(second, 0, 1)
+    with pytest.raises(WeightsOwnedError):
+        connect(second)
 
 
 def test_a_sender_does_not_get_an_engine_back_because_the_newer_one_left(connect: Connect) -> None:

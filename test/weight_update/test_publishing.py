@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from support.manifests import note_made
 from support.weights import Fleet, weights
@@ -45,7 +45,7 @@ def stored(folder: Path, version: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("store", [{}, {"delta": True}])
 def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dict[str, Any]) -> None:
     model, writer = make_tiny_moe("deepseek_v3"), publisher(tmp_path, **store)
-    writer.register(model)
+    writer.register(nn.ModuleDict({"model": model}))  # a wrapper
     for version in (1, 2):
         train(model)
         done = writer.publish(None, lambda number=version: number)

@@ -21,13 +21,15 @@ def report(*replicas: ReplicaSync) -> SyncReport:
     return SyncReport(version=3, nbytes=12_300_000, digest="0123456789abcdef", published=0.25, replicas=replicas)
 
 
-def test_failed_names_the_replicas_without_the_version_and_why() -> None:
-    assert (report(GOOD, BAD).failed, report(GOOD).failed) == ({1: "the replica is DEAD"}, {})
-
-
-def test_seconds_are_those_until_the_last_replica_was_through() -> None:
-    assert report(GOOD).seconds == pytest.approx(0.5 + 1.0 + 0.5)
-    assert (report(GOOD, BAD).seconds, report().seconds) == (pytest.approx(0.25 + 0.25 + 3.0), 0.25)
+def test_it_says_which_replicas_failed_and_why_and_the_seconds_until_the_last_was_through() -> None:
+    both, good, none = report(GOOD, BAD), report(GOOD), report()
+    assert (both.failed, good.failed) == ({1: "the replica is DEAD"}, {})
+    assert (both.seconds, good.seconds, none.seconds) == pytest.approx((0.25 + 0.25 + 3.0, 0.5 + 1.0 + 0.5, 0.25))
+    table = both.to_pandas()
+    assert (list(table["replica"]), list(table["version"]), list(table["paused"])) == ([0, 1], [3, 3], [0.5, 0.0])
+    assert len(both.figure().axes[0].patches) == 6  # a bar for each phase
+    assert TableReader(none._repr_html_()).rows["tbody"] == []
+    assert str(none).splitlines()[0] == repr(none)
 
 
 def test_its_line_shows_version_replicas_size_time_and_pause() -> None:
@@ -62,16 +64,6 @@ def test_printed_it_has_a_line_for_each_replica() -> None:
     assert lines[4:] == ["replica 0, 1: not checked, no turn"]
 
 
-def test_a_table_has_a_row_for_each_replica() -> None:
-    table = report(GOOD, BAD).to_pandas()
-    assert (list(table["replica"]), list(table["version"])) == ([0, 1], [3, 3])
-    assert list(table["paused"]) == [0.5, 0.0]
-
-
-def test_the_figure_has_a_bar_for_each_phase() -> None:
-    assert len(report(GOOD, BAD).figure().axes[0].patches) == 6
-
-
 def test_in_a_notebook_it_is_a_table_of_some_replicas_failures_first() -> None:
     nasty = replace(BAD, replica=40, error="<script>alert(1)</script>\n" + "x" * 1000)
     html = report(*(replace(GOOD, replica=index) for index in range(40)), nasty)._repr_html_()
@@ -83,8 +75,3 @@ def test_in_a_notebook_it_is_a_table_of_some_replicas_failures_first() -> None:
     assert rows[1] == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "1", "ok"]
     assert read.other[0].startswith("SyncReport(version=3, replicas=40/41")
     assert read.other[1] == "and 25 more replicas"
-
-
-def test_without_replicas_there_is_a_table_too() -> None:
-    assert TableReader(report()._repr_html_()).rows["tbody"] == []
-    assert str(report()).splitlines()[0] == repr(report())
