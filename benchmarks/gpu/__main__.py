@@ -25,7 +25,7 @@ TESTS = (
     "test/ops",
     "test/modules/replay",
     "test/contract/test_family_replay.py",
-    "test/modules/serving/test_devices.py",
+    "test/modules/serving/test_launch.py",
     "test/trainers/test_run_on_a_gpu.py",
 )
 """Paths with tests that need a GPU, but no vLLM."""

@@ -73,7 +73,7 @@ FAULTS = (
         file="objectives/corrections.py",
         mended="        return self.log_ratio.detach() + self.log_probs - self.log_probs.detach()\n",
         faulty="        return self.log_ratio\n",
-        tests=("objectives/test_family*.py", *LOSSES),
+        tests=LOSSES,
     ),
     Fault(
         name="denominator-of-0",
@@ -204,7 +204,7 @@ FAULTS = (
         file="modules/serving/service.py",
         mended="        try:\n            self._fleet.end()\n        finally:\n            self._dispatcher.stop()\n",
         faulty="        self._fleet.end()\n        self._dispatcher.stop()\n",
-        tests=("modules/serving/test_supervisor*.py", *SERVICE),
+        tests=("modules/serving/test_fleet*.py", *SERVICE),
     ),
     Fault(
         name="in-flight-at-shutdown",
@@ -239,7 +239,7 @@ FAULTS = (
         file="modules/backends/sampling_fields.py",
         mended='    "max_tokens": _whole(1, none=True),\n',
         faulty='    "max_tokens": lambda name, value: None,\n',
-        tests=("modules/serving/test_arguments*.py", *SERVICE),
+        tests=("modules/serving/test_requests*.py", *SERVICE),
         patience=60,
     ),
     Fault(
@@ -277,7 +277,6 @@ FAULTS = (
         mended='        given["temperature"] = LEAST_TEMPERATURE\n',
         faulty='        given["temperature"] = 0.0\n',
         tests=(
-            "modules/backends/transformers/test_answer*.py",
             "modules/backends/transformers/",
             "contract/test_eng*.py",
         ),
@@ -288,7 +287,7 @@ FAULTS = (
         file="collectors/rollouts.py",
         mended="    if 0 < missing < len(rewards):\n",
         faulty="    if False:\n",
-        tests=("collectors/test_failures*.py", *COLLECTORS),
+        tests=("contract/test_collector_failures*.py", *COLLECTORS),
     ),
     Fault(
         name="ages-of-restored-groups",
@@ -306,7 +305,7 @@ FAULTS = (
         faulty="except Exception as error:\n",
         tests=(
             "collectors/test_workflow*.py",
-            "collectors/test_failures*.py",
+            "contract/test_collector_failures*.py",
             *COLLECTORS,
         ),
     ),

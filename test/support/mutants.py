@@ -51,9 +51,7 @@ class Room:
 
 
 ROOMS = {
-    "functional": Room(
-        "objectives/functional.py", ("objectives/test_[fgmlb]*.py", "objectives/test_inv*.py", "contract/test_loss*.py")
-    ),
+    "functional": Room("objectives/functional.py", ("objectives/test_[fgmlb]*.py", "contract/test_loss*.py")),
     "objectives": Room("objectives/[!f_]*.py", ("objectives/*.py", "contract/test_loss*.py")),
     "ops": Room("ops/[!_]*.py", ("ops/*.py",)),
     "replay": Room(
@@ -66,9 +64,11 @@ ROOMS = {
         ),
     ),
     "data": Room("data/[!_]*.py", ("data/*.py",)),
-    "store": Room("store/[!_]*.py", ("store/*.py", "contract/test_transport_store*.py")),
+    "store": Room("store/[!_]*.py", ("store/*.py",)),
     "schedule": Room("collectors/schedule.py", ("collectors/test_schedule*.py",)),
-    "routing": Room("modules/serving/strategies.py", ("modules/serving/balancing/*.py", "contract/test_engine_r*.py")),
+    "routing": Room(
+        "modules/serving/strategies.py", ("modules/serving/test_strategies.py", "modules/serving/test_balancer.py")
+    ),
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -10,6 +10,7 @@ import pytest
 from support import hidden_faults
 from support.fault_table import FAULTS, Fault
 from support.hidden_faults import HUNG, Result, Run, files_of, introduced, judge
+from support.mutants import ROOMS
 from support.sources import ROOT
 
 FAULT = Fault(
@@ -27,7 +28,13 @@ def test_a_fault_of_the_table_changes_code_that_is_there_once_and_is_read(fault:
     text = (ROOT / "torchrl_moe" / fault.file).read_text(encoding="utf-8")
     faulty = fault.introduced(text)
     assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(text))
-    assert files_of(fault.tests, ROOT)
+    assert all(files_of((pattern,), ROOT) for pattern in fault.tests)
+
+
+def test_each_room_of_the_mutants_has_sources_and_tests() -> None:
+    for room in ROOMS.values():
+        assert [*(ROOT / "torchrl_moe").glob(room.sources)]
+        assert all([*(ROOT / "test").glob(pattern)] for pattern in room.tests)
 
 
 def test_names_are_told_apart() -> None:
