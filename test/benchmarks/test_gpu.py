@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.gpu.__main__ import gpu_tests, main, read_arguments
+from benchmarks.gpu.__main__ import ROOT, TESTS, gpu_tests, main, read_arguments
 from benchmarks.gpu.head import head_rows
 from benchmarks.gpu.measuring import Device
 from benchmarks.gpu.sizes import LARGE, TINY
@@ -34,6 +34,10 @@ def test_all_of_it_runs_in_small_without_vllm(
         assert line in printed
     assert "**no**" not in printed
     assert (tmp_path / "gpu-tiny.json").exists()
+
+
+def test_the_tests_that_it_names_are_there() -> None:
+    assert all((ROOT / path).exists() for path in TESTS)
 
 
 @pytest.mark.parametrize(("passes", "summary"), [(True, "1 passed, 1 deselected"), (False, "1 failed, 1 deselected")])
