@@ -354,7 +354,7 @@ def test_lines_that_cannot_be_printed_do_not_end_a_run(
     assert trainer.steps_done == 2 and "a line of progress was not printed" in caplog.text
 
 
-def test_what_cannot_be_meant_is_refused_before_anything_is_written(fleet: FakeFleet, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_written(fleet: FakeFleet, tmp_path: Path) -> None:
     dense = make_tiny_moe("qwen3", num_hidden_layers=1)
     no_callbacks = r"has no callbacks: here it is config\.hooks, or register_op"
     for kind, message, given in (
