@@ -153,7 +153,7 @@ def test_ids_that_continue_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
 
 
 def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:
-    """A tree: two turns continue from the first answer, then a new chat.
+    """A tree: two turns continue from the first answer, one from the second of these, then a new chat.
 
     The weights change before each, so each value of an earlier turn would be another one if it were made again.
     """
@@ -163,9 +163,11 @@ def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine:
         engine.replicas[0].version = 1
         left = await conversation.ask(followed(root, "left"))
         engine.replicas[0].version = 2
-        return [root, left, await conversation.ask(followed(root, "right")), await conversation.ask("two")]
+        right = await conversation.ask(followed(root, "right"))
+        engine.replicas[0].version = 3
+        return [root, left, right, await conversation.ask(followed(right, "leaf")), await conversation.ask("two")]
 
-    _, (root, *turns, new) = talk(history_policy(engine), script)
+    _, (root, *turns, leaf, new) = talk(history_policy(engine), script)
     had = len(root["tokens", "full"])
     response = slice(had - 6, had)
     for version, turn in enumerate(turns, 1):
@@ -176,7 +178,8 @@ def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine:
         assert torch.equal(turn["log_probs", "full"][response], root["log_probs", "response"])
         assert torch.equal(turn["routed_experts", "full"][: had - 1], root["routed_experts", "full"][:-1])
         assert (turn["routed_experts", "full"][had - 1, 1:] != -1).all()
-    assert set(new["policy_versions", "full"].tolist()) == {-1, 2}
+    assert [(leaf["policy_versions", "full"] == version).sum() for version in range(4)] == [6, 0, 6, 6]
+    assert set(new["policy_versions", "full"].tolist()) == {-1, 3}
 
 
 def test_rows_are_laid_out_as_those_of_an_environment(engine: FakeAsyncVLLM) -> None:
