@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -213,7 +213,10 @@ def test_a_run_that_raises_or_shows_something_else_fails(
     def raised(*_: Any) -> NotebookNode:
         raise CellExecutionError("", "KeyError", "nothing")
 
-    for run, said in ((lambda *_: ran, "cell 3 showed"), (raised, "KeyError")):
+    def took_too_long(*_: Any) -> NotebookNode:
+        raise CellTimeoutError("A cell timed out")
+
+    for run, said in ((lambda *_: ran, "cell 3 showed"), (raised, "KeyError"), (took_too_long, "timed out")):
         monkeypatch.setattr(notebooks, "executed", run)
         assert notebooks.main(["01"]) == 1
         assert said in capsys.readouterr().err

@@ -82,6 +82,8 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
         (b"steps: 3\n---\nsteps: 4\n", "mine.yaml, line 2: but found another document"),
         ("out: résumé".encode("latin-1"), "mine.yaml: 'utf-8' codec"),
         (b"3", "mine.yaml: Invalid loaded object type: int"),
+        (b"optim: [1]", "optim=.1. must be OptimConfig"),
+        (b"model: {lora: [1]}", "model.lora=.1. must be LoRAConfig"),
         (b"data: {arguments: &a {b: *a}}", "mine.yaml is nested too deeply, or in itself"),
         (b"steps: 1" + b"0" * 5000, "mine.yaml: Exceeds the limit"),
         (b"defaults: tiny_cpu\n", "mine.yaml: Invalid defaults list"),
@@ -173,6 +175,11 @@ def test_what_weights_and_data_depend_on_stays(tmp_path: Path, change: str) -> N
 
 
 def test_a_saved_configuration_that_was_spoiled_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("stepz: 3\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml: .*stepz"):
-        load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"])
+    for text, message in (
+        ("stepz: 3\n", ".*stepz"),
+        ("3\n", "Invalid loaded object type: int"),
+        ("- 1\n", "a configuration is a mapping of settings, got .1."),
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=rf"config\.yaml: {message}"):
+            load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"])

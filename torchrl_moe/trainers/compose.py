@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ try:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf import DictConfig, ListConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 except ImportError as error:
     raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
 
@@ -121,7 +122,9 @@ def _names() -> str:
 
 def _config(composed: DictConfig | ListConfig) -> GRPOConfig:
     """Return a configuration; all keys and values are those of the schema, or a ``ConfigError`` names the first."""
-    found = OmegaConf.to_container(OmegaConf.merge(as_dict(GRPOConfig()), composed), resolve=True)
+    with suppress(ConfigTypeError):  # a list where a mapping belongs: it is refused below, by its name
+        composed = OmegaConf.merge(as_dict(GRPOConfig()), composed)  # which it may refer to, as in ${seed}
+    found = OmegaConf.to_container(composed, resolve=True)
     if not isinstance(found, dict):
         raise ConfigError(f"a configuration is a mapping of settings, got {found!r:.60}")
     return GRPOConfig(**{str(name): value for name, value in found.items()})
@@ -131,7 +134,7 @@ def saved_config(file: Path) -> GRPOConfig:
     """Return the configuration that a run has saved."""
     try:
         return _config(OmegaConf.load(file))
-    except (OmegaConfBaseException, yaml.YAMLError, ConfigError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ConfigError) as error:
         raise ConfigError(f"{file}: {_line(error)}") from error
 
 
