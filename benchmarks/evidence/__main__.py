@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.evidence import figures, gradients, lengths, real, runs
 from benchmarks.evidence.table import DATA, KEYS, Table
+from benchmarks.evidence.tasks import TASKS
 
 Ranked = tuple[int, dict[str, Any]]
 """How soon something is measured, and what."""
@@ -45,12 +46,14 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
 def of_runs(quick: bool) -> Iterator[Ranked]:
     """What is trained."""
     steps = runs.STEPS // 5 if quick else runs.STEPS
-    for rank, wanted in ((1, runs.WANTED[:2]),) if quick else ((1, runs.WANTED), (2, runs.FURTHER)):
-        for seed in range(1 if quick else 5):
-            for noise, stale, arms in wanted:
+    for seed in range(1 if quick else 5):
+        for rank, (task, wanted) in enumerate(runs.WANTED.items(), 1):
+            if quick and task != "sums":
+                continue
+            for noise, stale, arms in wanted[:2] if quick else wanted:
                 for arm in arms:
-                    setting = {"noise": noise, "stale": stale, "arm": arm, "lr": runs.LR, "seed": seed, "steps": steps}
-                    yield rank, setting
+                    setting = {"task": task, "noise": noise, "stale": stale, "arm": arm, "lr": TASKS[task](seed).lr}
+                    yield rank, {**setting, "seed": seed, "steps": steps}
 
 
 def of_real(quick: bool) -> Iterator[Ranked]:

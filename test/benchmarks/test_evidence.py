@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+from torchrl.modules.llm.policies import Tokens
 
-from benchmarks.evidence import gradients, lengths, real, runs
+from benchmarks.evidence import gradients, lengths, real, runs, tasks
 from benchmarks.evidence.figures import by_task, middle
 from benchmarks.evidence.table import DATA, KEYS, VERSIONS, Table
-from torchrl_moe.testing import Noise
+from benchmarks.evidence.tasks import TASKS
+from torchrl_moe.testing import Noise, make_tiny_moe
+from torchrl_moe.testing.arithmetic import CharacterTokenizer
 from torchrl_moe.trainers.run_record import COLUMNS
 
 
@@ -123,23 +131,75 @@ def test_without_masks_the_words_that_were_left_out_count(few_words: None) -> No
     assert abs(float(str(masked["R3"]["kl"]))) < 1e-5 < float(str(unmasked["R3"]["kl"]))
 
 
-@pytest.mark.filterwarnings("ignore:.*warm-up", "ignore:the batch has the experts")
+@pytest.fixture
+def short_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of few answers, from a start of two layers that has hardly practised."""
+    sums = TASKS["sums"](0)
+    short = dataclasses.replace(sums, layers=2, practise=lambda *_: None)
+    monkeypatch.setattr(runs, "TASKS", {"sums": lambda _: short})
+    monkeypatch.setattr(tasks, "STARTS", tmp_path)
+    for name, value in {"WINDOW": 2, "PROMPTS": 2, "GROUP": 2}.items():
+        monkeypatch.setattr(runs, name, value)
+
+
+@pytest.mark.filterwarnings("ignore:the batch has the experts")
 @pytest.mark.parametrize("arm", ["R3", "live, tis"])
-def test_a_run_of_a_few_steps(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "STARTS", tmp_path)
-    monkeypatch.setattr(runs, "WINDOW", 2)
-    monkeypatch.setattr(runs, "PROMPTS", 2)
-    monkeypatch.setattr(runs, "GROUP", 2)
-    monkeypatch.setattr(runs, "SIZES", {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2})
-    monkeypatch.setattr(runs, "WARM_UP", {**runs.WARM_UP, "max_steps": 2})
-    rows = list(runs.measured("random flips 1", 0, arm, 1e-4, 0, 4))
+def test_a_run_of_a_few_steps(arm: str, tmp_path: Path, short_runs: None) -> None:
+    rows = list(runs.measured("sums", "random flips 1", 0, arm, 1e-4, 0, 4))
     assert [row["step"] for row in rows] == [2, 4] and {row["collapsed"] for row in rows} == {-1}
     # every row is flipped in the engine, and replay removes that
     kl = float(str(rows[0]["kl"]))
     assert kl < 1e-6 if arm == "R3" else kl > 1e-3
     # a second run begins with the same model, from the file
-    assert [file.name for file in tmp_path.iterdir()] == ["start-2-8-2-0.pt"]
-    assert list(runs.measured("random flips 1", 0, arm, 1e-4, 0, 4)) == rows
+    assert [file.name for file in tmp_path.iterdir()] == ["start-sums-0.pt"]
+    assert list(runs.measured("sums", "random flips 1", 0, arm, 1e-4, 0, 4)) == rows
+
+
+def test_answers_of_countdown_are_right_by_another_reckoning() -> None:
+    task = TASKS["countdown"](0)
+    tokenizer = CharacterTokenizer()
+    assert len(task.problems) == len({query for query, _ in task.problems}) == 64
+    for query, right in task.problems:
+        numbers, target = query.split("=")
+        for answer in right:
+            steps = [step.split("=") for step in answer.split(",")]
+            assert all(eval(sum_) == int(result) for sum_, result in steps)
+            (first, between), (second, last) = steps
+            assert int(last) == int(target) and second.startswith(between)
+            used = re.findall(r"\d+", first) + re.findall(r"\d+", second.removeprefix(between))
+            assert sorted(used) == sorted(numbers.split(","))
+            assert len(tokenizer(answer)["input_ids"]) < task.new_tokens
+    # 3 * 7 = 21, 21 + 9 = 30; and no other way
+    problems, ways = tasks.countdown_problems()
+    assert dict(problems)["3,7,9=30"] == ("3*7=21,21+9=30", "7*3=21,21+9=30")
+    assert "1+1=2,2+1=3" in ways["1,1,1"]
+
+
+def test_the_shift_of_routers_weighs_a_ratio() -> None:
+    old = make_tiny_moe(mlp_only_layers=[], num_hidden_layers=2, num_experts=4, num_experts_per_tok=1)
+    now = copy.deepcopy(old)
+    full = torch.tensor([65, 66, 67, 68])
+
+    def shift() -> Tensor:
+        row = TensorDict(tokens=Tokens(full=full), log_probs=TensorDict(full=torch.zeros(4)))
+        batch = lazy_stack([row])
+        runs.weigh_router_shift(batch, old, now)
+        return batch[0]["log_probs", "full"]
+
+    assert torch.equal(shift(), torch.zeros(4))
+    router = now.model.layers[1].mlp.gate.weight
+    with torch.no_grad():
+        router.mul_(0.99)  # flatter, a little
+        log_r, log_r_old = (
+            model(full[None], output_router_logits=True).router_logits[1].log_softmax(-1) for model in (now, old)
+        )
+        expert = log_r_old.argmax(-1, keepdim=True)
+        # one of two layers has moved, K = 1: log gamma is minus half of its gap, at the position before the token
+        gap = (log_r - log_r_old).gather(-1, expert).abs()[:, 0] / 2
+        torch.testing.assert_close(shift()[1:], gap[:-1])
+        assert float(shift()[0]) == 0.0
+        router.zero_()
+        assert float(shift()[1:].max()) == pytest.approx(-math.log(0.8))  # the floor
 
 
 def test_the_real_model_is_left_out_where_it_was_not_made(
