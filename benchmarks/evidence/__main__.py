@@ -34,6 +34,7 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
         {"noise": "bfloat16, float32 routers"}, {"family": "olmoe"}, {"family": "deepseek_v3"}, {"layers": 2},
         {"layers": 4}, {"experts": 8, "top_k": 2}, {"experts": 64, "top_k": 8}, {"experts": 64, "top_k": 1},
         {"noise": "int8"}, {"noise": "float8"}, {"noise": "float8 and bfloat16"},
+        {"noise": "int8 weights and activations"}, {"noise": "float8 weights and activations"},
     ]  # fmt: skip
     for seed in () if quick else range(5):
         for other in others:

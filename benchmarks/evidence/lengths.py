@@ -46,6 +46,8 @@ NOISES: Mapping[str, Noise] = {
     "float8": Noise(weights="float8"),
     "int8 and bfloat16": Noise(weights="int8", dtype=torch.bfloat16),
     "float8 and bfloat16": Noise(weights="float8", dtype=torch.bfloat16),
+    "int8 weights and activations": Noise(weights="int8", activations="int8", dtype=torch.bfloat16),
+    "float8 weights and activations": Noise(weights="float8", activations="float8", dtype=torch.bfloat16),
 }
 
 

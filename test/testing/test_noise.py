@@ -192,6 +192,40 @@ def test_biases_and_convolutions_are_not_quantised_and_experts_of_own_code_are_r
         NoisyModel(model, Noise(weights="int8"))
 
 
+def test_quantised_activations_are_the_inputs_of_layers_and_experts_row_by_row() -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
+    noise = Noise(activations="int8")
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    layer = "model.layers.1.self_attn.q_proj"
+
+    def keep(name: str) -> None:
+        def hook(_: object, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            seen[name] = inputs[0].flatten(0, -2), (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
+
+        model.get_submodule(name).register_forward_hook(hook)
+
+    for name in (layer, "lm_head", "model.layers.1.mlp.gate"):
+        keep(name)
+    logits = {}
+    for implementation in ("grouped_mm", "eager"):
+        model.set_experts_implementation(implementation)
+        with noise.on(model), torch.no_grad():
+            logits[implementation] = model(ids(2, 16)).logits
+    torch.testing.assert_close(logits["eager"], logits["grouped_mm"], rtol=1e-4, atol=1e-4)
+    x, out = seen[layer]
+    scale = x.abs().amax(-1, keepdim=True) / 127  # of each token
+    weight = model.get_parameter(f"{layer}.weight")
+    torch.testing.assert_close(out, (x / scale).round() @ weight.T * scale)
+    assert not torch.allclose(out, x @ weight.T, rtol=1e-3)
+    # the inputs of head and router stay
+    for name, (x, out) in seen.items():
+        if name != layer:
+            torch.testing.assert_close(out, x @ model.get_parameter(f"{name}.weight").T, msg=name)
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match="batched_mm computes copy weights"), noise.on(model):
+        pass
+
+
 def test_a_trainer_in_bfloat16_keeps_its_float32_routers_in_the_copy() -> None:
     model = make_tiny_moe("mixtral", num_hidden_layers=2, dtype=torch.bfloat16)
     names = float32_routers(model)
@@ -284,6 +318,7 @@ def test_without_kept_tokens_the_log_probs_are_off_by_the_mass_that_was_kept() -
         ({"router_std": -1}, "router_std must be"),
         ({"stale": 0.5}, "stale must be"),
         ({"weights": "int4"}, "weights must be one of int8, float8, or None, got 'int4'"),
+        ({"activations": "fp8"}, "activations must be one of int8, float8, or None, got 'fp8'"),
         ({"dtype": torch.int8}, "dtype must be a floating torch.dtype, or None, got torch.int8"),
         ({"nearest": 1}, "nearest"),
     ],

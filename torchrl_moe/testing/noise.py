@@ -31,8 +31,10 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 Quantisation: TypeAlias = Literal["int8", "float8"]
 LEVELS: dict[str, float] = {"int8": 127.0, "float8": 448.0}
-"""The largest number that a kind of weights can hold, after scaling; of float8, e4m3's."""
+"""The largest number that a kind can hold, after scaling; of float8, e4m3's."""
 PRODUCTS = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+PRODUCTS_BY_NAME = ("linear", "matmul", "__matmul__", "bmm", "mm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+"""What layers and experts multiply with: inputs first, a weight or a part of it second."""
 IN_FULL = ("embed_tokens", "lm_head")
 """Parts whose weights engines do not quantise, beside routers and norms."""
 
@@ -53,6 +55,8 @@ class Noise:
         weights: fake-quantised weights of the copy, one scale for each output of a matrix: ``"int8"``: ``c * round(w /
             c)`` with ``c = max|w| / 127``; ``"float8"``: ``c * e4m3(w / c)`` with ``c = max|w| / 448``. Routers, norms,
             biases, convolutions, embeddings and head are not quantised.
+        activations: likewise, with one scale for each row: the inputs of linear layers and experts; not those of
+            routers and head, and no products of attention.
         stale: k; the copy has the trainer's weights of k updates ago.
         seed: of flips and of ``router_std``.
 
@@ -69,6 +73,7 @@ class Noise:
     dtype: torch.dtype | None = None
     float32_routers: bool = False
     weights: Quantisation | None = None
+    activations: Quantisation | None = None
     stale: int = 0
     seed: int = 0
 
@@ -79,8 +84,9 @@ class Noise:
         check_number("router_std", self.router_std, 0)
         check_number("stale", self.stale, 0, whole=True)
         check_number("seed", self.seed, 0, whole=True)
-        if self.weights not in (None, *LEVELS):
-            raise ValueError(f"weights must be one of {', '.join(LEVELS)}, or None, got {shown(self.weights)}.")
+        for name, kind in (("weights", self.weights), ("activations", self.activations)):
+            if kind not in (None, *LEVELS):
+                raise ValueError(f"{name} must be one of {', '.join(LEVELS)}, or None, got {shown(kind)}.")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating torch.dtype, or None, got {shown(self.dtype)}.")
 
@@ -91,7 +97,7 @@ class Noise:
 
     @contextmanager
     def on(self, model: nn.Module, generator: torch.Generator | None = None) -> Iterator[None]:
-        """Flip experts and add noise to router logits in all forward passes of a model inside the context.
+        """Flip experts, add noise to router logits and quantise activations in all forward passes in the context.
 
         Recordings hold the flipped experts; rows that are replayed follow the recorded ones, and are not flipped.
         Weights are those of the model: see :class:`NoisyModel` for the rest.
@@ -101,15 +107,26 @@ class Noise:
             generator: of random numbers; default: a new one of ``seed``, so equal passes get equal noise.
 
         Raises:
-            ValueError: flips are asked for, and every router chooses all of its experts.
+            ValueError: flips are asked for, and every router chooses all of its experts; or quantised activations,
+                and experts are computed with ``batched_mm``.
         """
-        if not self.flips and not self.router_std:
+        if not self.flips and not self.router_std and self.activations is None:
             yield
             return
         sites = RouterReplay.of(model).sites
         if self.flips and all(site.top_k >= site.num_experts for site in sites):
             raise ValueError(f"flips={self.flips}: every router chooses all of its experts, so none is left to swap in")
-        mode = _RouterNoise(self, generator or torch.Generator().manual_seed(self.seed))
+        if self.activations and getattr(getattr(model, "config", None), "_experts_implementation", "") == "batched_mm":
+            raise ValueError(
+                f"activations={self.activations!r}: experts that batched_mm computes copy weights for each token; "
+                'call model.set_experts_implementation("eager") first'
+            )
+        mode = _ForwardNoise(self, generator or torch.Generator().manual_seed(self.seed))
+        mode.weights = {
+            _place(weight)
+            for name, weight in model.named_parameters()
+            if weight.ndim > 1 and not is_router(name) and not any(part in IN_FULL for part in name.split("."))
+        }
         with ExitStack() as stack:
             for site in sites:
                 router = model.get_submodule(site.name)
@@ -127,20 +144,29 @@ class Noise:
             yield
 
 
-class _RouterNoise(TorchFunctionMode):
-    """Changes what one router's product with its weight, and its ``topk`` over experts, return."""
+class _ForwardNoise(TorchFunctionMode):
+    """Changes what one router's product with its weight and its ``topk`` over experts return, and products' inputs."""
 
     def __init__(self, noise: Noise, generator: torch.Generator) -> None:
         super().__init__()
         self._noise, self._generator = noise, generator
         self.sizes: tuple[int, int] | None = None
         """E and K of the router that runs; ``None`` outside of routers."""
+        self.weights: set[int] = set()
+        """Where the weights lie whose products have their inputs quantised."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         kwargs = kwargs or {}
+        if (
+            self._noise.activations is not None
+            and getattr(func, "__name__", "") in PRODUCTS_BY_NAME
+            and isinstance(args[1], Tensor)
+            and _place(args[1]) in self.weights
+        ):
+            args = (fake_quantised(args[0], self._noise.activations, -1), *args[1:])
         result = func(*args, **kwargs)
         if self.sizes is None:
             return result
@@ -170,6 +196,19 @@ class _RouterNoise(TorchFunctionMode):
         flipped = chosen.clone()
         flipped[..., -1] = torch.where(hit.to(chosen.device), other, chosen[..., -1])
         return flipped
+
+
+def _place(values: Tensor) -> int:
+    """Where a tensor lies; the same for its views."""
+    return values.untyped_storage().data_ptr()
+
+
+def fake_quantised(values: Tensor, kind: Quantisation, axis: int) -> Tensor:
+    """Round to a kind's numbers and back, with one scale for all values along an axis."""
+    scale = values.abs().amax(axis, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny) / LEVELS[kind]
+    scaled = values / scale
+    rounded = scaled.round() if kind == "int8" else scaled.to(torch.float8_e4m3fn).to(values.dtype)
+    return rounded * scale
 
 
 class NoisyModel:
@@ -229,10 +268,7 @@ class NoisyModel:
                 f"{name} has the outputs cannot be told"
             )
         inputs = -2 if weight.ndim == 3 and owner.is_transposed else -1
-        scale = weight.abs().amax(inputs, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny) / LEVELS[kind]
-        scaled = weight / scale
-        rounded = scaled.round() if kind == "int8" else scaled.to(torch.float8_e4m3fn).to(weight.dtype)
-        return rounded * scale
+        return fake_quantised(weight, kind, inputs)
 
     @contextmanager
     def running(self) -> Iterator[PreTrainedModel]:
