@@ -39,6 +39,8 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
     for seed in () if quick else range(5):
         for other in others:
             yield 1, {**MAIN, **other, "seed": seed, "longest": 256, "ages": "fresh"}
+        for noise in ("bfloat16", "int8 and bfloat16", "float8 and bfloat16"):
+            yield 1, {**MAIN, "noise": noise, "seed": seed, "longest": 256, "ages": "with weights"}
     for seed in () if quick else range(20):
         yield 2, {**MAIN, "seed": seed, "longest": 1024 if seed < 5 else 512, "ages": "stale"}
         yield 2, {**MAIN, "seed": seed, "longest": 256, "ages": "older"}

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.table import KEYS, Table
+from benchmarks.evidence.tasks import TASKS
 
 DOCS = Path("docs/figures")
 COLORS = {"live": "tab:orange", "R3": "tab:blue", "R2": "tab:green"}
+RUN_ARMS = {
+    "live": ("live", "tab:orange"),
+    "R3": ("R3", "tab:blue"),
+    "live, tis": ("live, decoupled, tis", "tab:purple"),
+}
 SIZE, DPI = (7.2, 3.4), 90
 
 
@@ -20,15 +26,16 @@ def draw(data: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     of_lengths = Table(data / "lengths.csv", KEYS["lengths"])
     of_gradients = Table(data / "gradients.csv", KEYS["gradients"])
-    of_runs = Table(data / "runs.csv", KEYS["runs"])
+    of_run_rows = Table(data / "runs.csv", KEYS["runs"])
     of_real = Table(data / "real.csv", KEYS["real"])
     if of_lengths.rows:
         by_length(of_lengths, folder / "evidence_length.png")
         by_setting(of_lengths, folder / "evidence_settings.png")
     if of_gradients.rows:
         by_target(of_gradients, folder / "evidence_gradient.png")
-    if of_runs.rows:
-        by_run(of_runs, folder / "evidence_runs.png")
+    if of_run_rows.rows:
+        by_run(of_run_rows, folder / "evidence_runs.png")
+        print(of_runs(of_run_rows))
     if of_real.rows:
         by_task(of_real, folder / "real_model.png")
 
@@ -128,24 +135,67 @@ def by_target(table: Table, file: Path) -> None:
 
 def by_run(table: Table, file: Path) -> None:
     """Reward over steps, median and quartiles over seeds: exact rollouts, the worst routes, old weights."""
-    wanted: Mapping[tuple[str, int], str] = {
-        ("none", 0): "no noise",
-        ("nearest flips 1", 0): "a near miss in every row",
-        ("none", 64): "rollouts 64 updates old",
-    }
-    panels = [(key, title) for key, title in wanted.items() if table.select(noise=key[0], stale=key[1])]
+    wanted: Sequence[tuple[str, int, str]] = [
+        ("none", 0, "no noise"),
+        ("nearest flips 1", 0, "a near miss in every row"),
+        ("none", 64, "rollouts 64 updates old"),
+        ("none", 16, "rollouts 16 updates old"),
+    ]
+    panels = [
+        (task, noise, stale, title)
+        for task in TASKS
+        for noise, stale, title in wanted
+        if (task, stale) != ("sums", 16) and table.select(task=task, noise=noise, stale=stale)
+    ]
     if not panels:
         return
-    figure, axes = _figure(len(panels))
-    for one, ((noise, stale), title) in zip(axes, panels, strict=True):
-        for arm in ("live", "R3"):
-            rows = table.select(noise=noise, stale=stale, arm=arm)
-            points = _by((int(r["step"]), float(r["reward"])) for r in rows)
-            _line(one, points, arm, COLORS[arm])
-        one.set(title=title, xlabel="step", ylim=(0, 1.03))
-    axes[0].set_ylabel("reward")
-    axes[0].legend(loc="upper left")
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(SIZE[0], lines * 2.8), layout="constrained", dpi=DPI)
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    for one, (task, noise, stale, title) in zip(axes.flat, panels, strict=False):
+        for arm, (label, color) in RUN_ARMS.items():
+            rows = table.select(task=task, noise=noise, stale=stale, arm=arm)
+            _line(one, _by((int(r["step"]), float(r["reward"])) for r in rows), label, color)
+        one.set(title=f"{task}: {title}", xlabel="step", ylim=(0, 1.03))
+        one.title.set_fontsize("small")
+        one.grid(alpha=0.3)
+    for row in axes:
+        row[0].set_ylabel("reward")
+    handles = {
+        label: handle for one in axes.flat for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
+    }
+    axes[0][0].legend(handles.values(), handles, loc="upper left", fontsize="small")
     figure.savefig(file)
+
+
+def of_runs(table: Table) -> str:
+    """A row of Markdown for each task, noise, age and arm: medians over seeds, and how far seeds are from live."""
+    found: dict[tuple[str, ...], dict[str, list[Mapping[str, str]]]] = {}
+    for row in table.rows:
+        key = (row["task"], row["noise"], row["stale"], row["arm"])
+        found.setdefault(key, {}).setdefault(row["seed"], []).append(row)
+
+    def mean(rows: Sequence[Mapping[str, str]]) -> float:
+        return statistics.fmean(float(row["reward"]) for row in rows)
+
+    lines = [
+        "| task | engine | updates old | arm | seeds | last 20 steps | all steps, arm - live | most KL | collapsed |"
+    ]
+    lines += ["| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+    for (task, noise, stale, arm), seeds in sorted(found.items()):
+        live = found.get((task, noise, stale, "live"), {})
+        gaps = [mean(rows) - mean(live[seed]) for seed, rows in seeds.items() if seed in live]
+        cells = [
+            f"{statistics.median(float(rows[-1]['reward']) for rows in seeds.values()):.3f}",
+            f"{min(gaps):.3f} to {max(gaps):.3f}" if gaps and arm != "live" else "",
+            f"{statistics.median(max(float(row['kl']) for row in rows) for rows in seeds.values()):.1g}",
+            str(sum(rows[-1]["collapsed"] != "-1" for rows in seeds.values())),
+        ]
+        lines.append(f"| {' | '.join([task, noise, stale, arm, str(len(seeds)), *cells])} |")
+    return "\n".join(lines)
 
 
 def by_task(table: Table, file: Path) -> None:

@@ -3,13 +3,14 @@
 A noisy copy of the trainer samples answers; then each token is scored by the copy (mu) and by the trainer (pi), all
 tokens of an answer at once, so that no term is an estimate. ``w = prod of pi / mu``; of n answers ``(sum of w)^2 / (n *
 sum of w^2)`` is what counts. Arms: the trainer's live router; R3, on the copy's experts; R2, on those that the trainer
-itself chose before the updates.
+itself chose before the updates; "R3, weights", on the copy's experts and the weights that it gave them, as constants.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ AGES: Mapping[str, Sequence[tuple[float, int]]] = {
     "fresh": [(0.0, 0)],
     "stale": [(0.0, 0), (1e-6, 8), (1e-5, 8)],
     "older": [(1e-6, 1), (1e-5, 1), (1e-4, 8)],
+    "with weights": [(0.0, 0), (1e-5, 8)],
 }
 """Learning rate and updates between sampling and scoring."""
 UPDATED_WITH = 8
@@ -70,13 +72,17 @@ def measured(
     recording = TransformersWrapper(trainer, replay="R2", rerecord=True)
     r3 = recording.get_new_version(replay="R3")
     r2 = recording.get_new_version(replay="R3", routed_experts_key="own_experts")
-    mu = scored(TransformersWrapper(rollouts.model, replay="R2"), batch, "routed_experts")
+    with _combine_weights(rollouts.model) as given:
+        mu = scored(TransformersWrapper(rollouts.model, replay="R2"), batch, "routed_experts")
     scored(recording, batch, "own_experts")
     for lr, updates in AGES[ages]:
         trainer.load_state_dict(start)
         update(trainer, recording.get_new_version(replay="none"), others, lr, updates)
         live = scored(recording, batch, "now_experts")
         gaps = {"live": live - mu, "R3": scored(r3, batch) - mu}
+        if ages == "with weights":
+            with _combine_weights(trainer, given):
+                gaps["R3, weights"] = scored(r3, batch) - mu
         gaps["R2"] = scored(r2, batch) - mu if updates else gaps["live"]  # its own choice of a moment ago
         shares = {
             "rows_mismatch": f"{differing(batch, 'routed_experts', 'own_experts'):.5g}",
@@ -113,6 +119,28 @@ def scored(actor: TransformersWrapper, batch: TensorDictBase, key: str | None = 
             if key is not None:
                 row.set((key, "full"), written["train_routed_experts", "full"])
     return torch.cat(found)
+
+
+@contextmanager
+def _combine_weights(model: Any, given: Sequence[Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Keep the weights ``[N, K]`` of each call of experts in order, or put those that were given in their place."""
+    kept: list[Tensor] = []
+    waiting = iter(given or ())
+
+    def hook(_: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        hidden, index, weights = args
+        if len(hidden) < AT_A_TIME * PROMPT:  # a wrapper proves its replay on a few tokens first
+            return None
+        if given is None:
+            kept.append(weights.float())
+            return None
+        return hidden, index, next(waiting)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith("mlp.experts"):
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield kept
 
 
 def update(trainer: Any, actor: TransformersWrapper, batch: TensorDictBase, lr: float, updates: int) -> None:

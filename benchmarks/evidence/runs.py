@@ -30,6 +30,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "live, mis": {"replay": "none", "correction": "mis"},
     "live, seq_mis": {"replay": "none", "correction": "seq_mis"},
     "live, tis": {"replay": "none", "correction": "tis", "proximal_policy": "recomputed"},
+    "R3, tis": {"replay": "R3", "correction": "tis", "proximal_policy": "recomputed"},
     "live, router shift": {"replay": "none", "router_shift": True},
 }
 NOISES: Mapping[str, Noise] = {
@@ -45,12 +46,14 @@ WANTED: Mapping[str, Sequence[tuple[str, int, Sequence[str]]]] = {
     "sums": [
         ("none", 0, BOTH), ("random flips 1", 0, BOTH), ("none", 64, BOTH), ("bfloat16", 0, BOTH), ("none", 16, BOTH),
         ("nearest flips 1", 0, BOTH), ("random flips 1", 16, BOTH), ("random flips 1", 0, ("live, mis", "live, tis")),
-        ("none", 64, ("live, mis", "live, tis", "live, router shift")), ("int8 and bfloat16", 0, BOTH),
-        ("random flips 0.3", 0, BOTH), ("nearest flips 0.3", 0, BOTH),
+        ("none", 64, ("live, mis", "live, tis", "live, router shift", "R3, tis")), ("int8 and bfloat16", 0, BOTH),
+        ("random flips 0.3", 0, BOTH), ("nearest flips 0.3", 0, BOTH), ("nearest flips 1", 0, ("live, tis",)),
+        ("none", 16, ("live, tis", "R3, tis")),
     ],
     "countdown": [
-        ("none", 0, ("live",)), ("nearest flips 1", 0, BOTH), ("bfloat16", 0, BOTH), ("none", 16, BOTH),
-        ("int8 and bfloat16", 0, BOTH), ("nearest flips 0.3", 0, ("live",)), ("none", 16, ("live, router shift",)),
+        ("none", 0, ("live",)), ("nearest flips 1", 0, BOTH), ("none", 16, ("live", "live, tis", "R3")),
+        ("bfloat16", 0, BOTH), ("int8 and bfloat16", 0, BOTH), ("nearest flips 0.3", 0, ("live",)),
+        ("none", 16, ("live, router shift", "R3, tis")),
     ],
 }  # fmt: skip
 """By task: noise, updates that the copy is behind, arms."""

@@ -118,7 +118,7 @@ def test_a_dense_model_is_a_problem_with_a_mend(shelf: EngineShelf, capsys: pyte
     assert main(["doctor", str(shelf.folder("qwen3"))]) == 1
     out = capsys.readouterr().out
     assert "can be replayed  no: it is a dense model" in out
-    assert "has no experts: there is nothing to replay\n  train it with replay='none'" in out
+    assert "has no experts: there is nothing to replay\n  train it with loss.replay=none" in out
 
 
 @pytest.mark.parametrize(

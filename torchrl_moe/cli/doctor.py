@@ -373,9 +373,9 @@ def _against_masters(engine: AsyncVLLM) -> list[DtypeGap]:
 
 def _of_replay(name: str, answer: bool | None, why: str) -> Iterator[Problem]:
     if answer is False and "dense model" in why:
-        yield Problem(f"{name} has no experts: there is nothing to replay", "train it with replay='none'")
+        yield Problem(f"{name} has no experts: there is nothing to replay", "train it with loss.replay=none")
     elif answer is False:
-        yield Problem(f"{name} cannot be replayed: {why}", "train it with replay='none', or use another model")
+        yield Problem(f"{name} cannot be replayed: {why}", "train it with loss.replay=none, or use another model")
 
 
 def _look_at_engine(

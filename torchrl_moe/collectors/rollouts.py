@@ -510,8 +510,9 @@ class Rollouts:
             rewarded = [turns for turns in episodes if turns]
             if len(rewarded) < min(2, len(episodes)):  # an environment of a whole group is one episode
                 raise ValueError(
-                    f"{len(episodes) - len(rewarded)} of {len(episodes)} answers have no reward (None was returned for "
-                    f"them, or a harness made no call): a group needs at least {min(2, len(episodes))} that have"
+                    f"{len(episodes) - len(rewarded)} of {len(episodes)} answers have no reward, and a group needs at "
+                    f"least {min(2, len(episodes))} that have: None was returned for them (is a `return` missing?), or "
+                    "a harness made no call"
                 )
             group.complete(rewarded, settings.only_last_turns, settings.track_policy_version)
             self._stats.left_out += len(episodes) - len(rewarded)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -29,11 +28,6 @@ from torchrl_moe.modules.backends.vllm.sampling import can_report
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-
-# vLLM warns on each CPU, where its kernels have functions of ours: see ``cpu_kernels``
-logging.getLogger("vllm.triton_utils.importing").addFilter(
-    lambda record: "doesn't include CPU backend" not in record.getMessage()
-)
 
 PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 seeded = with_own_seed
