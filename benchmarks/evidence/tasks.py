@@ -47,7 +47,7 @@ class Task:
         ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
         # every layer has a router
         sizes = {**SIZES, "num_hidden_layers": self.layers, "mlp_only_layers": [], "vocab_size": len(tokenizer)}
-        model = make_tiny_moe("qwen3_moe", seed=seed, **sizes, **ids)  # type: ignore[arg-type]
+        model = make_tiny_moe("qwen3_moe", seed=seed, **sizes, **ids)
         file = STARTS / f"start-{name}-{seed}.pt"
         if file.exists():
             model.load_state_dict(torch.load(file))
