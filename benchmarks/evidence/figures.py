@@ -88,6 +88,7 @@ def by_setting(table: Table, file: Path) -> None:
     main = dict(zip(KEYS["lengths"][:5], ("qwen3_moe", "8", "32", "4", "bfloat16"), strict=True))
     rows = _longest_of_seeds([row for row in table.rows if row["tokens"] == "256"])
     found: dict[str, dict[str, list[float]]] = {}
+    ages: dict[str, tuple[float, ...]] = {}
     for row in rows:
         own = [row[name] for name, value in main.items() if row[name] != value and name not in ("experts", "top_k")]
         if (row["experts"], row["top_k"]) != ("32", "4"):
@@ -95,11 +96,13 @@ def by_setting(table: Table, file: Path) -> None:
         if row["layers"] != "8":
             own[own.index(row["layers"])] = f"{row['layers']} layers"
         if row["updates"] != "0":
-            own.append(f"{row['updates']} updates of {float(row['lr']):.0e}".replace("e-0", "e-"))
+            own.append(
+                f"{row['updates']} update{'s' * (row['updates'] != '1')} of {float(row['lr']):.0e}".replace("e-0", "e-")
+            )
+            ages[own[-1]] = (float(row["lr"]) * int(row["updates"]), int(row["updates"]))
         found.setdefault(", ".join(own) or "fresh", {}).setdefault(row["arm"], []).append(float(row["ess"]))
-    order = sorted(
-        found, key=lambda name: (name != "fresh", "updates" not in name, name[::-1] if "updates" in name else name)
-    )
+    # fresh, then older and older, then other models and engines by name
+    order = sorted(found, key=lambda name: (name != "fresh", ages.get(name, (math.inf,)), name))
     figure, axes = _figure(1)
     for place, name in enumerate(reversed(order)):
         for arm in ("live", "R3"):
@@ -108,7 +111,7 @@ def by_setting(table: Table, file: Path) -> None:
             axes[0].plot(median, place, "o", color=COLORS[arm], label=arm if not place else None)
     axes[0].set_yticks(range(len(order)), [f"{name} ({len(found[name]['R3'])})" for name in reversed(order)])
     axes[0].set(xlim=(0, 1.03), xlabel="share of answers of 256 tokens that count (seeds)")
-    axes[0].legend(loc="center", bbox_to_anchor=(0.65, 0.5))
+    figure.legend(loc="outside upper center", ncols=2)
     figure.set_size_inches(SIZE[0], 1.2 + 0.3 * len(order))
     figure.savefig(file)
 
@@ -166,10 +169,7 @@ def by_run(table: Table, file: Path) -> None:
         one.grid(alpha=0.3)
     for row in axes:
         row[0].set_ylabel("reward")
-    handles = {
-        label: handle for one in axes.flat for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
-    }
-    axes[0][0].legend(handles.values(), handles, loc="upper left", fontsize="small")
+    figure.legend(*axes[-1][-1].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(file)
 
 
