@@ -169,32 +169,42 @@ def by_run(table: Table, file: Path) -> None:
         one.grid(alpha=0.3)
     for row in axes:
         row[0].set_ylabel("reward")
-    figure.legend(*axes[-1][-1].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    for one in axes.flat[len(panels) :]:
+        one.set_visible(False)
+    drawn = {label: line for one in axes.flat for line, label in zip(*one.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=3)
     figure.savefig(file)
 
 
 def of_runs(table: Table) -> str:
-    """A row of Markdown for each task, noise, age and arm: medians over seeds, and how far seeds are from live."""
-    found: dict[tuple[str, ...], dict[str, list[Mapping[str, str]]]] = {}
+    """A row of Markdown for each task, noise, age and arm: medians over seeds, and how far seeds are from live.
+
+    Two runs of a seed are compared over the steps that both have.
+    """
+    found: dict[tuple[str, ...], dict[str, dict[int, Mapping[str, str]]]] = {}
     for row in table.rows:
-        key = (row["task"], row["noise"], row["stale"], row["arm"])
-        found.setdefault(key, {}).setdefault(row["seed"], []).append(row)
+        key = tuple(row[name] for name in ("task", "noise", "stale", "lr", "steps", "arm"))
+        found.setdefault(key, {}).setdefault(row["seed"], {})[int(row["step"])] = row
 
-    def mean(rows: Sequence[Mapping[str, str]]) -> float:
-        return statistics.fmean(float(row["reward"]) for row in rows)
+    def gap(one: Mapping[int, Mapping[str, str]], other: Mapping[int, Mapping[str, str]]) -> float:
+        return statistics.fmean(
+            float(one[step]["reward"]) - float(other[step]["reward"]) for step in one.keys() & other
+        )
 
-    lines = [
-        "| task | engine | updates old | arm | seeds | last 20 steps | all steps, arm - live | most KL | collapsed |"
-    ]
-    lines += ["| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
-    for (task, noise, stale, arm), seeds in sorted(found.items()):
-        live = found.get((task, noise, stale, "live"), {})
-        gaps = [mean(rows) - mean(live[seed]) for seed, rows in seeds.items() if seed in live]
+    titles = (
+        "task | engine | updates old | arm | seeds | last 20 steps | all steps, arm - live (seeds) | KL | collapsed"
+    )
+    lines = [f"| {titles} |", f"| {' | '.join(['---'] * 9)} |"]
+    for key, seeds in sorted(found.items()):
+        task, noise, stale, *_, arm = key
+        live = found.get((*key[:-1], "live"), {})
+        gaps = [gap(rows, live[seed]) for seed, rows in seeds.items() if seed in live]
+        last = [rows[max(rows)] for rows in seeds.values()]
         cells = [
-            f"{statistics.median(float(rows[-1]['reward']) for rows in seeds.values()):.3f}",
-            f"{min(gaps):.3f} to {max(gaps):.3f}" if gaps and arm != "live" else "",
-            f"{statistics.median(max(float(row['kl']) for row in rows) for rows in seeds.values()):.1g}",
-            str(sum(rows[-1]["collapsed"] != "-1" for rows in seeds.values())),
+            f"{statistics.median(float(row['reward']) for row in last):.3f}",
+            f"{min(gaps):.3f} to {max(gaps):.3f} ({len(gaps)})" if gaps and arm != "live" else "",
+            f"{statistics.median(max(float(row['kl']) for row in rows.values()) for rows in seeds.values()):.1g}",
+            str(sum(row["collapsed"] != "-1" for row in last)),
         ]
         lines.append(f"| {' | '.join([task, noise, stale, arm, str(len(seeds)), *cells])} |")
     return "\n".join(lines)

@@ -9,7 +9,8 @@ importance ratio, or cut as a correction cuts it. It is compared with two target
 - ``trainer``: of the trainer's own float32 model.
 
 ``error`` is ``|g - g*| / |g*|``, ``cosine`` between them. ``masks=no``: the scorer divides by all
-words, not by the eight.
+words, not by the eight. Flips and router noise change which experts the engine uses, not its weights of them: so it is
+one policy, and not another for each pass.
 """
 
 from __future__ import annotations

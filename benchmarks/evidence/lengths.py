@@ -72,7 +72,7 @@ def measured(
     recording = TransformersWrapper(trainer, replay="R2", rerecord=True)
     r3 = recording.get_new_version(replay="R3")
     r2 = recording.get_new_version(replay="R3", routed_experts_key="own_experts")
-    with _combine_weights(rollouts.model) as given:
+    with rollouts.running(), _combine_weights(rollouts.model) as given:
         mu = scored(TransformersWrapper(rollouts.model, replay="R2"), batch, "routed_experts")
     scored(recording, batch, "own_experts")
     for lr, updates in AGES[ages]:
@@ -81,8 +81,10 @@ def measured(
         live = scored(recording, batch, "now_experts")
         gaps = {"live": live - mu, "R3": scored(r3, batch) - mu}
         if ages == "with weights":
-            with _combine_weights(trainer, given):
+            waiting = iter(given)
+            with _combine_weights(trainer, waiting):
                 gaps["R3, weights"] = scored(r3, batch) - mu
+            assert next(waiting, None) is None
         gaps["R2"] = scored(r2, batch) - mu if updates else gaps["live"]  # its own choice of a moment ago
         shares = {
             "rows_mismatch": f"{differing(batch, 'routed_experts', 'own_experts'):.5g}",
@@ -122,10 +124,9 @@ def scored(actor: TransformersWrapper, batch: TensorDictBase, key: str | None = 
 
 
 @contextmanager
-def _combine_weights(model: Any, given: Sequence[Tensor] | None = None) -> Iterator[list[Tensor]]:
+def _combine_weights(model: Any, given: Iterator[Tensor] | None = None) -> Iterator[list[Tensor]]:
     """Keep the weights ``[N, K]`` of each call of experts in order, or put those that were given in their place."""
     kept: list[Tensor] = []
-    waiting = iter(given or ())
 
     def hook(_: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         hidden, index, weights = args
@@ -134,7 +135,7 @@ def _combine_weights(model: Any, given: Sequence[Tensor] | None = None) -> Itera
         if given is None:
             kept.append(weights.float())
             return None
-        return hidden, index, next(waiting)
+        return hidden, index, next(given)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():

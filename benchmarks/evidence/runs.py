@@ -24,11 +24,13 @@ from torchrl_moe.testing import Noise, NoisyModel
 
 PROMPTS, GROUP, WINDOW = 8, 8, 20
 GREATEST_KL, FALL = 1.0, 0.5
+# "tis" is decoupled too: with one update a step, the ratio to the policy of its start is 1, and nothing is clipped
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "live": {"replay": "none"},
     "R3": {"replay": "R3"},
     "live, mis": {"replay": "none", "correction": "mis"},
     "live, seq_mis": {"replay": "none", "correction": "seq_mis"},
+    "live, decoupled": {"replay": "none", "proximal_policy": "recomputed"},
     "live, tis": {"replay": "none", "correction": "tis", "proximal_policy": "recomputed"},
     "R3, tis": {"replay": "R3", "correction": "tis", "proximal_policy": "recomputed"},
     "live, router shift": {"replay": "none", "router_shift": True},
@@ -46,7 +48,8 @@ WANTED: Mapping[str, Sequence[tuple[str, int, Sequence[str]]]] = {
     "sums": [
         ("none", 0, BOTH), ("random flips 1", 0, BOTH), ("none", 64, BOTH), ("bfloat16", 0, BOTH), ("none", 16, BOTH),
         ("nearest flips 1", 0, BOTH), ("random flips 1", 16, BOTH), ("random flips 1", 0, ("live, mis", "live, tis")),
-        ("none", 64, ("live, mis", "live, tis", "live, router shift", "R3, tis")), ("int8 and bfloat16", 0, BOTH),
+        ("none", 64, ("live, mis", "live, decoupled", "live, tis", "live, router shift", "R3, tis")),
+        ("int8 and bfloat16", 0, BOTH),
         ("random flips 0.3", 0, BOTH), ("nearest flips 0.3", 0, BOTH), ("nearest flips 1", 0, ("live, tis",)),
         ("none", 16, ("live, tis", "R3, tis")),
     ],

@@ -30,6 +30,10 @@ class Table:
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 self.rows = list(csv.DictReader(file))
+        if self.rows and not {*self.keys} <= {*self.rows[0]}:
+            raise ValueError(
+                f"{path} has the columns {list(self.rows[0])}, and {list(self.keys)} are needed: move it away"
+            )
 
     def holds(self, **what: object) -> bool:
         """Whether something was measured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Task:
         else:
             self.practise(model, tokenizer)
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(model.state_dict(), file)
+            torch.save(model.state_dict(), part := file.with_suffix(f".{os.getpid()}"))
+            part.replace(file)
         return model.eval(), tokenizer
 
 
@@ -73,6 +75,8 @@ def sums(seed: int) -> Task:
 
 def countdown(seed: int) -> Task:
     """``"3,7,9=42"`` asks for ``"9-3=6,6*7=42"``: the three numbers, each once, in two steps that are right.
+
+    The second step begins with what the first one gave, and no number is below 0 or above 99.
 
     The start has learned to compute, and in a tenth of its answers reaches the target: it practised on answers of which
     four in five have the right numbers and steps, and any result. A run trains on 64 of the problems.

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchrl.modules.llm.policies import Tokens
 
 from benchmarks.evidence import gradients, lengths, real, runs, tasks
-from benchmarks.evidence.figures import by_task, middle
+from benchmarks.evidence.figures import by_task, middle, of_runs
 from benchmarks.evidence.table import DATA, KEYS, VERSIONS, Table
 from benchmarks.evidence.tasks import TASKS
 from torchrl_moe.testing import Noise, make_tiny_moe
@@ -86,6 +87,8 @@ def test_a_table_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert calls == [0, 1, 2]
     assert [row["ess"] for row in again.select(arm="R3")] == ["0.9", "0.9"]
     assert {row["torch"] for row in again.rows} == {torch.__version__}
+    with pytest.raises(ValueError, match="are needed: move it away"):
+        Table(tmp_path / "a" / "b.csv", ("seed", "task"))
     with pytest.raises(ValueError, match="has the columns"):
         again.measure(lambda seed: [{"other": 1}], seed=3)
 
@@ -131,11 +134,33 @@ def test_without_masks_the_words_that_were_left_out_count(few_words: None) -> No
     assert abs(float(str(masked["R3"]["kl"]))) < 1e-5 < float(str(unmasked["R3"]["kl"]))
 
 
+def test_what_an_engine_quantises_is_in_its_log_probs() -> None:
+    kl = {}
+    for noise in ("int8 and bfloat16", "int8 weights and activations"):
+        rows = lengths.measured("qwen3_moe", 2, 8, 2, noise, 0, 8, "fresh")
+        (kl[noise],) = (float(str(row["kl"])) for row in rows if row["arm"] == "R3")
+    assert kl["int8 weights and activations"] > 1.2 * kl["int8 and bfloat16"] > 0
+
+
+def test_replayed_combine_weights_leave_only_what_is_rounded_elsewhere() -> None:
+    rows = list(lengths.measured("qwen3_moe", 2, 8, 2, "bfloat16", 0, 8, "with weights"))
+    kl = {row["arm"]: float(str(row["kl"])) for row in rows if row["updates"] == 0}
+    assert 0 < kl["R3, weights"] < kl["R3"] <= kl["live"]
+
+
 @pytest.fixture
 def short_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of few answers, from a start of two layers that has hardly practised."""
+
+    class EvenLength:
+        """What makes some of a start's answers right, so that updates move the model."""
+
+        def __contains__(self, text: str) -> bool:
+            return len(text) % 2 == 0
+
     sums = TASKS["sums"](0)
-    short = dataclasses.replace(sums, layers=2, practise=lambda *_: None)
+    problems: Any = [(query, EvenLength()) for query, _ in sums.problems]
+    short = dataclasses.replace(sums, layers=2, practise=lambda *_: None, problems=problems)
     monkeypatch.setattr(runs, "TASKS", {"sums": lambda _: short})
     monkeypatch.setattr(tasks, "STARTS", tmp_path)
     for name, value in {"WINDOW": 2, "PROMPTS": 2, "GROUP": 2}.items():
@@ -176,30 +201,73 @@ def test_answers_of_countdown_are_right_by_another_reckoning() -> None:
 
 
 def test_the_shift_of_routers_weighs_a_ratio() -> None:
-    old = make_tiny_moe(mlp_only_layers=[], num_hidden_layers=2, num_experts=4, num_experts_per_tok=1)
+    sizes = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    old = make_tiny_moe(mlp_only_layers=[], **sizes)  # type: ignore[arg-type]
     now = copy.deepcopy(old)
-    full = torch.tensor([65, 66, 67, 68])
+    rows = [torch.tensor([65, 66, 67, 68, 69]), torch.tensor([70, 71, 72])]  # one is padded
 
-    def shift() -> Tensor:
-        row = TensorDict(tokens=Tokens(full=full), log_probs=TensorDict(full=torch.zeros(4)))
-        batch = lazy_stack([row])
+    def shifts() -> list[Tensor]:
+        batch = lazy_stack(
+            [TensorDict(tokens=Tokens(full=row), log_probs=TensorDict(full=torch.zeros(len(row)))) for row in rows]
+        )
         runs.weigh_router_shift(batch, old, now)
-        return batch[0]["log_probs", "full"]
+        return [row["log_probs", "full"] for row in batch.unbind(0)]
 
-    assert torch.equal(shift(), torch.zeros(4))
+    assert all(torch.equal(one, torch.zeros(len(one))) for one in shifts())
     router = now.model.layers[1].mlp.gate.weight
     with torch.no_grad():
-        router.mul_(0.99)  # flatter, a little
-        log_r, log_r_old = (
-            model(full[None], output_router_logits=True).router_logits[1].log_softmax(-1) for model in (now, old)
-        )
-        expert = log_r_old.argmax(-1, keepdim=True)
-        # one of two layers has moved, K = 1: log gamma is minus half of its gap, at the position before the token
-        gap = (log_r - log_r_old).gather(-1, expert).abs()[:, 0] / 2
-        torch.testing.assert_close(shift()[1:], gap[:-1])
-        assert float(shift()[0]) == 0.0
+        router.copy_(0.95 * router + 0.05 * router.roll(1, 0))  # others are chosen now and then
+    for full, shift in zip(rows, shifts(), strict=True):
+        assert float(shift[0]) == 0.0
+        for t in range(1, len(full)):
+            gap = 0.0
+            for layer in range(2):
+                r, r_old = (
+                    model(full[None, :t], output_router_logits=True).router_logits[layer][-1].softmax(-1).tolist()
+                    for model in (now, old)
+                )
+                chosen = sorted(range(4), key=lambda e, of=r_old: -of[e])[:2]
+                gap += sum(abs(math.log(r[e] / r_old[e])) for e in chosen) / 2
+            assert float(shift[t]) == pytest.approx(min(gap / 2, -math.log(0.8)), abs=1e-5)
+    assert float(shifts()[0][1:].min()) > 0
+    with torch.no_grad():
         router.zero_()
-        assert float(shift()[1:].max()) == pytest.approx(-math.log(0.8))  # the floor
+    assert float(shifts()[0][1:].max()) == pytest.approx(-math.log(0.8))  # the floor
+
+
+@pytest.mark.filterwarnings("ignore:the batch has the experts")
+def test_a_run_whose_copy_is_old_weighs_the_shift_once_there_is_one(short_runs: None) -> None:
+    live, weighed = (
+        [str(row["kl"]) for row in runs.measured("sums", "none", 2, arm, 1e-3, 0, 8)]
+        for arm in ("live", "live, router shift")
+    )
+    assert float(live[-1]) > 1e-6  # its answers are two updates old
+    assert live[-1] != weighed[-1]
+
+
+def test_the_table_of_runs_by_hand(tmp_path: Path) -> None:
+    def rows(arm: str, seed: int, rewards: list[float], collapsed: int = -1) -> list[dict[str, str]]:
+        what = {
+            "task": "sums",
+            "noise": "none",
+            "stale": "0",
+            "lr": "0.1",
+            "steps": "40",
+            "arm": arm,
+            "seed": str(seed),
+        }
+        found = {"kl": "0.25", "collapsed": str(collapsed)}
+        return [{**what, **found, "step": str(20 * i), "reward": str(r)} for i, r in enumerate(rewards, 1)]
+
+    table = Table(tmp_path / "none.csv", KEYS["runs"])
+    # the second run of R3 ended early: it is compared over the step that both have; the third has no partner
+    table.rows = [
+        *rows("live", 0, [0.2, 0.4]), *rows("live", 1, [0.1, 0.9]),
+        *rows("R3", 0, [0.4, 0.6]), *rows("R3", 1, [0.0], collapsed=3), *rows("R3", 2, [0.0, 0.5]),
+    ]  # fmt: skip
+    first, second = of_runs(table).splitlines()[2:]
+    assert first == "| sums | none | 0 | R3 | 3 | 0.500 | -0.100 to 0.200 (2) | 0.2 | 1 |"
+    assert second == "| sums | none | 0 | live | 2 | 0.650 |  | 0.2 | 0 |"
 
 
 def test_the_real_model_is_left_out_where_it_was_not_made(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, float32_routers
 from torchrl_moe.testing import Noise, NoisyModel, make_tiny_moe, without_kept_tokens
+from torchrl_moe.testing.noise import fake_quantised
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
 
@@ -217,12 +218,32 @@ def test_quantised_activations_are_the_inputs_of_layers_and_experts_row_by_row()
     weight = model.get_parameter(f"{layer}.weight")
     torch.testing.assert_close(out, (x / scale).round() @ weight.T * scale)
     assert not torch.allclose(out, x @ weight.T, rtol=1e-3)
+    # experts: both products, on the inputs and on what is between
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    with noise.on(model), torch.no_grad():
+        found = experts(hidden, torch.tensor([[2]]), torch.ones(1, 1))
+    with torch.no_grad():
+        gate, up = (fake_quantised(hidden, "int8", -1) @ experts.gate_up_proj[2].T).chunk(2, -1)
+        between = fake_quantised(torch.nn.functional.silu(gate) * up, "int8", -1)
+        torch.testing.assert_close(found, between @ experts.down_proj[2].T)
     # the inputs of head and router stay
     for name, (x, out) in seen.items():
         if name != layer:
             torch.testing.assert_close(out, x @ model.get_parameter(f"{name}.weight").T, msg=name)
+    # gradients pass straight through the rounding, however a layer is called
+    plain = model.get_submodule(layer)
+    inputs = torch.tensor([[1.0, 0.3, *[0.0] * 62], [0.0] * 64], requires_grad=True)
+    with noise.on(model):
+        by_name = torch.nn.functional.linear(input=inputs, weight=plain.weight)
+        given = torch.nn.functional.linear(inputs, plain.weight)
+    assert torch.equal(by_name, given) and bool((given[1] == 0).all())
+    given.sum().backward()
+    torch.testing.assert_close(inputs.grad, plain.weight.sum(0).expand(2, -1))
+    zeros = fake_quantised(torch.zeros(1, 4, dtype=torch.bfloat16), "float8", -1)
+    assert torch.equal(zeros, torch.zeros_like(zeros))
     model.set_experts_implementation("batched_mm")
-    with pytest.raises(ValueError, match="batched_mm computes copy weights"), noise.on(model):
+    with pytest.raises(ValueError, match="computed with 'batched_mm'"), noise.on(model):
         pass
 
 

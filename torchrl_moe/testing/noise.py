@@ -35,7 +35,8 @@ LEVELS: dict[str, float] = {"int8": 127.0, "float8": 448.0}
 PRODUCTS = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 PRODUCTS_BY_NAME = ("linear", "matmul", "__matmul__", "bmm", "mm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 """What layers and experts multiply with: inputs first, a weight or a part of it second."""
-IN_FULL = ("embed_tokens", "lm_head")
+EXPERTS_COMPUTED = ("eager", "grouped_mm")
+IN_FULL = ("embed_tokens", "lm_head", "shared_expert_gate")
 """Parts whose weights engines do not quantise, beside routers and norms."""
 
 
@@ -56,7 +57,7 @@ class Noise:
             c)`` with ``c = max|w| / 127``; ``"float8"``: ``c * e4m3(w / c)`` with ``c = max|w| / 448``. Routers, norms,
             biases, convolutions, embeddings and head are not quantised.
         activations: likewise, with one scale for each row: the inputs of linear layers and experts; not those of
-            routers and head, and no products of attention.
+            routers and head, and no products of attention. Gradients pass as if nothing were rounded.
         stale: k; the copy has the trainer's weights of k updates ago.
         seed: of flips and of ``router_std``.
 
@@ -108,7 +109,7 @@ class Noise:
 
         Raises:
             ValueError: flips are asked for, and every router chooses all of its experts; or quantised activations,
-                and experts are computed with ``batched_mm``.
+                and which products to quantise cannot be told.
         """
         if not self.flips and not self.router_std and self.activations is None:
             yield
@@ -116,17 +117,9 @@ class Noise:
         sites = RouterReplay.of(model).sites
         if self.flips and all(site.top_k >= site.num_experts for site in sites):
             raise ValueError(f"flips={self.flips}: every router chooses all of its experts, so none is left to swap in")
-        if self.activations and getattr(getattr(model, "config", None), "_experts_implementation", "") == "batched_mm":
-            raise ValueError(
-                f"activations={self.activations!r}: experts that batched_mm computes copy weights for each token; "
-                'call model.set_experts_implementation("eager") first'
-            )
         mode = _ForwardNoise(self, generator or torch.Generator().manual_seed(self.seed))
-        mode.weights = {
-            _place(weight)
-            for name, weight in model.named_parameters()
-            if weight.ndim > 1 and not is_router(name) and not any(part in IN_FULL for part in name.split("."))
-        }
+        if self.activations is not None:
+            mode.weights = self._weights_of_products(model)
         with ExitStack() as stack:
             for site in sites:
                 router = model.get_submodule(site.name)
@@ -142,6 +135,26 @@ class Noise:
             # entered before a recording's own mode, and so asked after it: what is recorded is flipped
             stack.enter_context(mode)
             yield
+
+    def _weights_of_products(self, model: nn.Module) -> set[int]:
+        """Where the weights lie whose inputs are quantised."""
+        for module in model.modules():
+            computed = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            if computed not in (None, *EXPERTS_COMPUTED):
+                raise ValueError(
+                    f"activations={self.activations!r}: experts are computed with {computed!r}, whose products are not "
+                    f"seen; call model.set_experts_implementation({EXPERTS_COMPUTED[0]!r}) first"
+                )
+        parts: dict[bool, set[int]] = {True: set(), False: set()}
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                parts[is_router(name) or any(part in IN_FULL for part in name.split("."))].add(_place(weight))
+        if 0 in parts[False] or parts[True] & parts[False]:
+            raise ValueError(
+                f"activations={self.activations!r}: weights have no memory yet, or share it with routers, embeddings "
+                "or head, so which products to quantise cannot be told"
+            )
+        return parts[False]
 
 
 class _ForwardNoise(TorchFunctionMode):
@@ -160,13 +173,14 @@ class _ForwardNoise(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if (
-            self._noise.activations is not None
-            and getattr(func, "__name__", "") in PRODUCTS_BY_NAME
-            and isinstance(args[1], Tensor)
-            and _place(args[1]) in self.weights
-        ):
-            args = (fake_quantised(args[0], self._noise.activations, -1), *args[1:])
+        if self._noise.activations is not None and getattr(func, "__name__", "") in PRODUCTS_BY_NAME:
+            inputs, weight, *_ = (*args, *kwargs.values())
+            if isinstance(weight, Tensor) and _place(weight) in self.weights:
+                quantised = fake_quantised(inputs, self._noise.activations, -1)
+                if args:
+                    args = (quantised, *args[1:])
+                else:
+                    kwargs = {**kwargs, next(iter(kwargs)): quantised}
         result = func(*args, **kwargs)
         if self.sizes is None:
             return result
@@ -204,11 +218,13 @@ def _place(values: Tensor) -> int:
 
 
 def fake_quantised(values: Tensor, kind: Quantisation, axis: int) -> Tensor:
-    """Round to a kind's numbers and back, with one scale for all values along an axis."""
-    scale = values.abs().amax(axis, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny) / LEVELS[kind]
-    scaled = values / scale
-    rounded = scaled.round() if kind == "int8" else scaled.to(torch.float8_e4m3fn).to(values.dtype)
-    return rounded * scale
+    """Round to a kind's numbers and back, with one scale for all values along an axis; gradients pass straight on."""
+    plain = values.detach().float()
+    scale = plain.abs().amax(axis, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS[kind]
+    scaled = plain / scale
+    levels = scaled.round() if kind == "int8" else scaled.to(torch.float8_e4m3fn).float()
+    rounded = (levels * scale).to(values.dtype)
+    return values + (rounded - values.detach()) if values.requires_grad else rounded
 
 
 class NoisyModel:
