@@ -163,6 +163,8 @@ def by_run(table: Table, file: Path) -> None:
     for one, (task, noise, stale, title) in zip(axes.flat, panels, strict=False):
         for arm, (label, color) in RUN_ARMS.items():
             rows = table.select(task=task, noise=noise, stale=stale, arm=arm)
+            if len({row["seed"] for row in rows}) < 3:
+                continue  # begun, and not a curve yet
             _line(one, _by((int(r["step"]), float(r["reward"])) for r in rows), label, color)
         one.set(title=f"{task}: {title}", xlabel="step", ylim=(0, 1.03))
         one.title.set_fontsize("small")
