@@ -121,7 +121,7 @@ notebooks: venv ## run the notebooks of tutorials/, compare them with what they 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
 
-evidence: venv ## measure what benchmarks/evidence/data lacks (hours; resumable), and draw the figures of docs/why_replay.md and of the real model; ARGS=--quick: ten minutes
+evidence: venv ## measure what benchmarks/evidence/data lacks (hours; resumable), and draw the figures of docs/why_replay.md and of the real model; ARGS=--quick: five minutes
 	@nice -n 19 $(VENV) -m benchmarks.evidence $(ARGS)
 
 docs: venv ## build the documentation's site in docs/_build/html; warnings are errors

@@ -1,7 +1,7 @@
 """``python -m benchmarks.evidence [--quick] [PART ...]``: measure what is missing, then draw.
 
 Rows are appended to ``data/*.csv`` as they come, so an interrupted run continues where it was. ``--quick`` measures a
-part of the rows, in about ten minutes, into ``runs/evidence``.
+part of the rows, in about five minutes, into ``runs/evidence``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, then draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--quick", action="store_true", help="a part of the rows, in about ten minutes")
+    parser.add_argument("--quick", action="store_true", help="a part of the rows, in about five minutes")
     options = parser.parse_args(arguments)
     parts = options.parts or PARTS
     if unknown := set(parts) - set(PARTS):
