@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.table import KEYS, Table
-from benchmarks.evidence.tasks import TASKS
 
 DOCS = Path("docs/figures")
 COLORS = {"live": "tab:orange", "R3": "tab:blue", "R2": "tab:green"}
@@ -18,6 +17,15 @@ RUN_ARMS = {
     "R3": ("R3", "tab:blue"),
     "live, tis": ("live, decoupled, tis", "tab:purple"),
 }
+PANELS = [
+    ("sums", "none", 0, "no noise"),
+    ("sums", "nearest flips 1", 0, "a near miss in every row"),
+    ("sums", "none", 64, "rollouts 64 updates old"),
+    ("countdown", "none", 0, "no noise"),
+    ("countdown", "nearest flips 1", 0, "a near miss in every row"),
+    ("countdown", "none", 16, "rollouts 16 updates old"),
+]
+"""Of runs: task, noise, updates that the copy is behind, title."""
 SIZE, DPI = (7.2, 3.4), 90
 
 
@@ -51,14 +59,15 @@ def middle(values: Iterable[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-def _figure(panels: int, sharey: bool = True) -> tuple[Any, Sequence[Any]]:
+def _figure(columns: int, lines: int = 1) -> tuple[Any, Any]:
+    """A figure and its axes, ``[columns]`` or, of several lines, ``[lines, columns]``."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, layout="constrained", dpi=DPI)
-    axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]
-    for one in axes:
+    figure = Figure(figsize=(SIZE[0], SIZE[1] if lines == 1 else 2.8 * lines), layout="constrained", dpi=DPI)
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    for one in axes.flat:
         one.grid(alpha=0.3)
-    return figure, axes
+    return figure, axes[0] if lines == 1 else axes
 
 
 def by_length(table: Table, file: Path) -> None:
@@ -140,26 +149,10 @@ def by_target(table: Table, file: Path) -> None:
 
 def by_run(table: Table, file: Path) -> None:
     """Reward over steps, median and quartiles over seeds: exact rollouts, the worst routes, old weights."""
-    wanted: Sequence[tuple[str, int, str]] = [
-        ("none", 0, "no noise"),
-        ("nearest flips 1", 0, "a near miss in every row"),
-        ("none", 64, "rollouts 64 updates old"),
-        ("none", 16, "rollouts 16 updates old"),
-    ]
-    panels = [
-        (task, noise, stale, title)
-        for task in TASKS
-        for noise, stale, title in wanted
-        if (task, stale) != ("sums", 16) and table.select(task=task, noise=noise, stale=stale)
-    ]
+    panels = [panel for panel in PANELS if table.select(task=panel[0], noise=panel[1], stale=panel[2])]
     if not panels:
         return
-    from matplotlib.figure import Figure
-
-    columns = min(3, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(SIZE[0], lines * 2.8), layout="constrained", dpi=DPI)
-    axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    figure, axes = _figure(3, 2)
     for one, (task, noise, stale, title) in zip(axes.flat, panels, strict=False):
         for arm, (label, color) in RUN_ARMS.items():
             rows = table.select(task=task, noise=noise, stale=stale, arm=arm)
@@ -168,7 +161,6 @@ def by_run(table: Table, file: Path) -> None:
             _line(one, _by((int(r["step"]), float(r["reward"])) for r in rows), label, color)
         one.set(title=f"{task}: {title}", xlabel="step", ylim=(0, 1.03))
         one.title.set_fontsize("small")
-        one.grid(alpha=0.3)
     for row in axes:
         row[0].set_ylabel("reward")
     for one in axes.flat[len(panels) :]:

@@ -169,8 +169,8 @@ def _weights(ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         "none": torch.ones_like(ratio),
         "ratio": ratio,
         "clip": ratio * ~(((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))),
-        "tis": ratio.clamp(max=limit),
-        "mis": ratio * (ratio <= limit),
+        "seq_tis": ratio.clamp(max=limit),
+        "seq_mis": ratio * (ratio <= limit),
     }
 
 
