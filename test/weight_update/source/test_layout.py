@@ -115,6 +115,7 @@ def test_sharded_tensors_are_cast_before_they_are_gathered(has_model: bool) -> N
         (F32, "engine", BF16, F32, F32),
         (F32, "engine", F16, BF16, F32),
         (BF16, "engine", F32, F32, BF16),  # nothing is gained by sending more
+        (BF16, "engine", F16, F16, BF16),  # nor by another one of the same size
         (F32, "engine", BF16, None, F32),
         (F32, "engine", FP8, BF16, BF16),
         (F32, "trainer", BF16, BF16, F32),
