@@ -91,11 +91,6 @@ def buffer() -> ReplayBuffer:
     return ReplayBuffer(storage=LazyStackStorage(64))
 
 
-def only_row(rows: list[Any]) -> Any:
-    (row,) = rows
-    return row
-
-
 def failing_from(first: int) -> Callable[[str], float]:
     """A reward that cannot be given from a question on."""
 
@@ -134,7 +129,8 @@ def test_batches_are_those_of_the_local_collector(collect: Make) -> None:
 def test_it_ends_after_so_many_rows_and_says_how_far_it_is_and_what_it_has(
     collect: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = torch.utils.data.DataLoader([{"query": [f"q{i}"]} for i in range(40)], shuffle=True, collate_fn=only_row)
+    rows = [{"query": [f"q{i}"]} for i in range(40)]
+    data = torch.utils.data.DataLoader(rows, shuffle=True, collate_fn=lambda batch: batch[0])
     collector = collect(total_dialog_turns=5, dataloader=data)
     assert isinstance(collector.set_seed(1), int)
     assert (collector.dialog_turns_per_batch, collector.total_dialog_turns, len(collector)) == (2, 5, 3)
@@ -241,13 +237,12 @@ def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be
     assert collector.state_dict()["frames"] == 2
 
 
-def unpicklable(query: str) -> float:
-    error = ZeroDivisionError("no reward")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
-    raise error
-
-
 def test_an_error_of_ours_has_its_type_and_one_that_cannot_be_pickled_its_words(collect: Make, actor: Any) -> None:
+    def unpicklable(query: str) -> float:
+        error = ZeroDivisionError("no reward")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
     with pytest.raises(CollectionError, match=r"(?s)ZeroDivisionError isn't serializable.*no reward"):
         collect(chat(2, reward=unpicklable)).next()
     collector = collect(heartbeat_timeout=0.5)
