@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import warnings
@@ -38,8 +37,6 @@ from torchrl_moe.modules.serving.strategies import (
     make_strategy,
 )
 from torchrl_moe.testing import FakeAsyncVLLM
-
-# -- construction -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [[], (), "actors", None, 3], ids=repr)
@@ -81,9 +78,6 @@ def test_the_actors_of_an_engine_stand_for_it() -> None:
         for some in (engine.actors[:1], engine.actors[::-1], [*engine.actors, "another"], ["another", *engine.actors]):
             with pytest.raises(ValueError, match="expected all actors of one engine, in their order"):
                 LoadBalancer(some)
-
-
-# -- the hierarchy ----------------------------------------------------------------------------------------------------
 
 
 def test_by_default_prefixes_come_first_and_then_load() -> None:
@@ -154,9 +148,6 @@ def test_a_keyboard_interrupt_is_no_failure() -> None:
     assert inflight(lb) == [0]
 
 
-# -- who may serve ----------------------------------------------------------------------------------------------------
-
-
 def test_min_version_keeps_stale_replicas_out() -> None:
     lb = LoadBalancer(list("abc"))
     versions(lb, 3, 5, 4)
@@ -183,9 +174,6 @@ def test_a_replica_can_be_named() -> None:
     with pytest.raises(NoReplicaError, match="replica 1 is DRAINING, not SERVING; leave actor_index out"):
         lb.acquire_at(1)
     assert inflight(lb) == [0, 2]
-
-
-# -- TorchRL's names --------------------------------------------------------------------------------------------------
 
 
 def test_select_actor_answers_and_counts_nothing() -> None:
@@ -219,9 +207,6 @@ def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
     }
 
 
-# -- reports ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_report_counts_where_it_is_more_than_was_counted_here() -> None:
     lb = LoadBalancer(list("ab"), "requests")
     lb.observe(0, pending_requests=10_000)
@@ -250,9 +235,6 @@ def test_a_report_holds_for_five_seconds_and_not_of_one_that_started_over() -> N
     assert lb.get_stats()["actor_stats"][0]["cache_usage"] is None
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_group_stays_on_the_newest_version_that_served_when_it_began() -> None:
     lb = LoadBalancer(list("abcd"), "requests")
     versions(lb, 1, 2, 2, 1)
@@ -277,9 +259,6 @@ def test_a_group_whose_version_is_gone_is_told_so() -> None:
     assert inflight(lb) == [1, 1]
 
 
-# -- any sequence at all ----------------------------------------------------------------------------------------------
-
-
 class Leasing(RuleBasedStateMachine):
     """Whatever is acquired, released (also twice) or changed: load is the number of leases held."""
 
@@ -292,42 +271,31 @@ class Leasing(RuleBasedStateMachine):
         self.held: dict[int, Lease] = {}
         self.given = 0
 
-    def serving(self, least: int = 0) -> list[TableEntry]:
-        return [e for e in self.lb.replica_table if e.state is ReplicaState.SERVING and e.version >= least]
-
-    def keep(self, lease: Lease) -> Lease:
-        self.held[id(lease)] = lease
-        self.given += 1
-        return lease
-
-    @rule(target=leases, min_version=st.none() | st.integers(0, 3))
-    def acquire(self, min_version: int | None) -> Any:
+    @rule(target=leases, index=st.none() | st.integers(0, 2), min_version=st.integers(0, 3))
+    def acquire(self, index: int | None, min_version: int) -> Any:
         with self.lb.replica_table.changed:
             self.lb.replica_table.expire(self.clock.now - 5.0)
-        fit = self.serving(min_version or 0)
+        listed = [entry for entry in self.lb.replica_table if index in (None, entry.index)]
+        fit = [entry for entry in listed if entry.state is ReplicaState.SERVING and entry.version >= min_version]
         least = min((entry.load for entry in fit), default=0)
         try:
-            lease = self.lb.acquire(min_version=min_version)
+            lease = (
+                self.lb.acquire(min_version=min_version) if index is None else self.lb.acquire_at(index, min_version)
+            )
         except (NoReplicaError, StaleReplicaError):
             assert not fit
             return None
         entry = self.lb.replica_table[lease.index]
         assert entry in fit
         assert entry.load in (least, least + 1)  # a report may hide one more
-        return self.keep(lease)
+        self.held[id(lease)] = lease
+        self.given += 1
+        return lease
 
-    @rule(target=leases, index=st.integers(0, 2))
-    def acquire_at(self, index: int) -> Any:
-        try:
-            return self.keep(self.lb.acquire_at(index))
-        except NoReplicaError:
-            assert self.lb.replica_table[index].state is not ReplicaState.SERVING
-            return None
-
-    @rule(lease=leases, as_context=st.booleans())
-    def release(self, lease: Lease | None, as_context: bool) -> None:
+    @rule(lease=leases)
+    def release(self, lease: Lease | None) -> None:
         if lease is not None:
-            with lease if as_context else contextlib.nullcontext():
+            with lease:
                 pass
             lease.release()
             self.held.pop(id(lease), None)
@@ -337,19 +305,11 @@ class Leasing(RuleBasedStateMachine):
         allowed = sorted(TRANSITIONS[self.lb.replica_table[index].state], key=lambda state: state.name)
         self.lb.replica_table.set_state(index, data.draw(st.sampled_from(allowed)))
 
-    @rule(index=st.integers(0, 2))
-    def update_weights(self, index: int) -> None:
-        self.lb.replica_table.set_version(index, self.lb.replica_table[index].version + 1)
-
     @rule(index=st.integers(0, 2), pending=st.integers(0, 5), seconds=st.floats(0.0, 4.0))
-    def report(self, index: int, pending: int, seconds: float) -> None:
+    def update_and_report(self, index: int, pending: int, seconds: float) -> None:
+        self.lb.replica_table.set_version(index, self.lb.replica_table[index].version + 1)
         self.lb.observe(index, pending_requests=pending)
         self.clock.now += seconds
-
-    @rule()
-    def ask(self) -> None:
-        if serving := self.serving():
-            assert self.lb.select_actor() in {entry.index for entry in serving}
 
     @invariant()
     def load_and_decisions_are_the_leases(self) -> None:
@@ -389,9 +349,6 @@ def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> Non
     assert inflight(lb) == [0]
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [([False, None], None), ([None, None], None), ([True, False], 3), ([False, True], 3), ([False], 3)],
@@ -416,9 +373,6 @@ def test_groups_with_requests_under_way_are_never_forgotten(monkeypatch: pytest.
         over(True)
     assert groups.version("0") is None  # those are bounded
     assert groups.version(str(count - 1)) == 1
-
-
-# -- strategies by name ------------------------------------------------------------------------------------------------
 
 
 KINDS = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.ray import cluster
-from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
     DeviceSets,
@@ -225,69 +224,45 @@ def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted:
         }
 
 
-def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    with AsyncVLLM.from_pretrained(model, 2, 3, True, False, True) as engine:
-        assert engine.num_replicas == 3
-        assert scripted.made[0].arguments == {
-            "model": str(model),
-            "tensor_parallel_size": 2,
-            "compilation_config": {"mode": 0},
-            "hf_overrides": {"head_dtype": "float32"},
-        }
-        assert scripted.made[0].environment["VLLM_LOGGING_LEVEL"] == "INFO"
-    with AsyncVLLM({"model": "m"}, 2, None, False) as engine:
-        assert engine.num_replicas == 2
-        assert engine.engine_args == {"model": "m", "enable_prefix_caching": False}
-    with pytest.raises(ValueError, match="actor_class must be None"):
-        AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
+NO_SIZES = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
+SIZES = {"tensor_parallel_size": 4, "data_parallel_size": 2}
+OWN = {"custom_ops": ["none"]}
 
 
-# -- pure parts --------------------------------------------------------------------------------------------------------
-
-
-def arguments_for(model: str = "org/model", *, devices: int | None = None, compiles: bool = True, **given: Any) -> Any:
-    return pretrained_arguments(model, devices, compiles, False, given)
-
-
-def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
-    assert arguments_for("Qwen/Qwen3-30B-A3B") == {"model": "Qwen/Qwen3-30B-A3B", "tensor_parallel_size": 1}
-    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
-        arguments_for(str(tmp_path))
-    with pytest.raises(ValueError, match="the folder does not exist"):
-        arguments_for(str(tmp_path / "none"))
-    (tmp_path / "config.json").write_text("{}")
-    assert arguments_for(str(tmp_path))["model"] == str(tmp_path)
-
-
-def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
-    none = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
-    assert arguments_for(**none) == {"model": "org/model", "tensor_parallel_size": 1}
-    assert arguments_for(devices=4, **none)["tensor_parallel_size"] == 4
-    both = {"tensor_parallel_size": 4, "data_parallel_size": 2}
-    assert arguments_for(devices=4, **both) == {"model": "org/model", **both}
-    with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ"):
-        arguments_for(devices=4, tensor_parallel_size=2)
-
-
-def test_what_is_not_compiled_has_vllms_mode_for_it_unless_another_is_named() -> None:
-    assert "compilation_config" not in arguments_for()
-    assert arguments_for(compiles=False)["compilation_config"] == {"mode": 0}
-    both = arguments_for(compiles=False, compilation_config={"custom_ops": ["none"]})
-    assert both["compilation_config"] == {"mode": 0, "custom_ops": ["none"]}
-    for given in ({"mode": 3}, 3):
-        assert arguments_for(compiles=False, compilation_config=given)["compilation_config"] == given
-    assert arguments_for(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
-
-
-def test_a_float32_head_is_one_more_override() -> None:
-    def overrides(**given: Any) -> Any:
-        return pretrained_arguments("org/model", None, True, True, given)["hf_overrides"]
-
-    assert overrides() == {"head_dtype": "float32"}
-    assert overrides(hf_overrides={"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
-    with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
-        overrides(hf_overrides=dict)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # devices are the tensor parallel size by another name
+        (NO_SIZES, {"tensor_parallel_size": 1}),
+        ({"devices": 4, **NO_SIZES}, {"tensor_parallel_size": 4}),
+        ({"devices": 4, **SIZES}, SIZES),
+        ({"devices": 4, "tensor_parallel_size": 2}, "num_devices=4 and tensor_parallel_size=2 differ"),
+        # what is not compiled has vLLM's mode for it, unless another is named
+        ({"compiles": False}, {"compilation_config": {"mode": 0}}),
+        ({"compiles": False, "compilation_config": OWN}, {"compilation_config": {"mode": 0, **OWN}}),
+        *(({"compiles": False, "compilation_config": one}, {"compilation_config": one}) for one in ({"mode": 3}, 3)),
+        ({"compilation_config": {"mode": 1}}, {"compilation_config": {"mode": 1}}),
+        # a float32 head is one more override
+        ({"float32": True}, {"hf_overrides": {"head_dtype": "float32"}}),
+        ({"float32": True, "hf_overrides": {"layers": 2}}, {"hf_overrides": {"layers": 2, "head_dtype": "float32"}}),
+        ({"float32": True, "hf_overrides": dict}, "needs hf_overrides to be a mapping"),
+        # a folder without a model is refused, and a hub's name is not
+        ({"model": "EMPTY"}, "the folder has no config.json"),
+        ({"model": "EMPTY/none"}, "the folder does not exist"),
+        ({"model": "FULL"}, {"model": "FULL"}),
+    ],
+)
+def test_arguments_of_a_pretrained_engine(tmp_path: Path, model: Path, given: dict[str, Any], expected: Any) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    given = dict(given)
+    name = given.pop("model", "org/model").replace("EMPTY", str(empty)).replace("FULL", str(model))
+    how = given.pop("devices", None), given.pop("compiles", True), given.pop("float32", False)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            pretrained_arguments(name, *how, given)
+    else:
+        found = pretrained_arguments(name, *how, given)
+        assert found == {"tensor_parallel_size": 1, **expected, "model": name}
 
 
 ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}
@@ -307,15 +282,6 @@ def service_of(name: str | None = None, namespace: str | None = None, resources:
     return ray_service(kind, given, 3, name=name, namespace=namespace, resources=resources, verbose=True)
 
 
-def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) -> None:
-    service = service_of()
-    make = ray_factory(service)
-    replicas = [make(2), make(0), make(2)]
-    assert all(isinstance(replica, RayReplica) and replica._service is service for replica in replicas)
-    assert [replica.index for replica in replicas] == [2, 0, 2]
-    assert [cast(RayReplica, replica)._number for replica in replicas] == [0, 1, 2]
-
-
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
     with pytest.raises(ValueError, match=r"^hf_token: .* set HF_TOKEN"):
         service_of(hf_token="hf_secret")
@@ -329,6 +295,13 @@ def test_with_a_name_it_outlives_its_driver_and_without_has_one_that_nobody_else
     assert one.resources == {"CPU": 2.0}  # for each of its devices
     assert (named.name, named.namespace, named.detached) == ("policy", "ours", True)
     assert named.resources == {"CPU": 3.0, "slot": 1.0}
+    made: list[Any] = [make(index) for make in [ray_factory(one)] for index in (2, 0, 2)]
+    # replicas of one service have seeds of their own
+    assert [(replica.index, replica._service, replica._number) for replica in made] == [
+        (2, one, 0),
+        (0, one, 1),
+        (2, one, 2),
+    ]
 
 
 def test_a_cluster_that_ends_with_this_process_cannot_keep_a_service(started: list[bool]) -> None:

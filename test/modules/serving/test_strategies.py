@@ -78,9 +78,6 @@ def test_of_two_drawn_the_less_loaded_is_taken_and_never_the_most_loaded_of_all(
     assert chosen[1] == pytest.approx(200, abs=40)
 
 
-# -- KV cache ---------------------------------------------------------------------------------------------------------
-
-
 def used(inflight: Sequence[int], *shares: float | None, at: float = 0.0) -> ReplicaTable:
     """Replicas with so many requests, and what they said of their caches."""
     table = table_of(*inflight)
@@ -352,9 +349,6 @@ def test_text_chats_and_ids_are_distinguished() -> None:
     assert keys_of({"prompt": "hi"}) == keys_of("hi")
     assert keys_of([{"content": "hi", "role": "user"}]) == keys_of([turn])
     assert keys_of("x" * 100) == [-1 - xxh3_64_intdigest(b"x" * 100, 1)]  # the same in every process
-
-
-# -- index ------------------------------------------------------------------------------------------------------------
 
 
 def record(index: PrefixIndex, *prompts: list[int], cache: int = 0) -> None:

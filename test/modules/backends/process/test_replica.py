@@ -70,9 +70,6 @@ def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -
     return replica.call(Engine.collective_rpc, timeout, method, args, None)
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
 def test_of_every_field_what_is_not_plain_is_refused_by_its_class(lasting: LocalReplica, field: str) -> None:
     (other,) = lasting.submit(waiting("other", seconds=0.3))
@@ -88,9 +85,6 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
     assert second.result(60.0).request_id == "b"
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------
-
-
 def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
     before = lasting.call(Engine.stats, 5).requests
     lasting.submit([ids_request("f")])[0].result(60.0)
@@ -103,9 +97,6 @@ def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: L
         rpc(lasting, "sleep", 0.6, timeout=0.2)
     time.sleep(0.6)
     assert rpc(lasting, "echo") == [["echo", [], None]]
-
-
-# -- before and after its life ----------------------------------------------------------------------------------------
 
 
 def test_a_replica_starts_once_and_before_that_says_so_and_can_be_shut_down(lasting: LocalReplica) -> None:
@@ -168,9 +159,6 @@ def test_a_replica_that_is_forgotten_is_ended() -> None:
     gc.collect()
     assert gone() is None
     until(lambda: not group(pid) and not log.exists())
-
-
-# -- deaths -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,9 +291,6 @@ def test_a_driver_that_ends_takes_its_engines_with_it(how: str, tmp_path: Path) 
     until(lambda: list(tmp_path.iterdir()) == [])  # the leader was there to clear up
     for forked in set(pids) - {engine}:
         os.kill(forked, signal.SIGKILL)
-
-
-# -- vLLM itself ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine
