@@ -375,6 +375,23 @@ def test_groups_with_requests_under_way_are_never_forgotten(monkeypatch: pytest.
     assert groups.version(str(count - 1)) == 1
 
 
+def test_an_end_that_settles_what_others_wait_for_is_reported_once() -> None:
+    groups, told = Groups(), []
+    groups.listeners.add(told.append)
+    first, second = (groups.join("g", 3) for _ in range(2))
+    assert groups.may_begin_again("g")
+    first(False)
+    assert told == []  # the second may still be answered
+    second(None)
+    assert told == ["g"]
+    third, fourth = (groups.join("g", 4) for _ in range(2))
+    assert groups.may_begin_again("g")
+    third(True)
+    assert (told, groups.may_begin_again("g")) == (["g", "g"], False)
+    fourth(True)
+    assert (told, groups.version("g")) == (["g", "g"], 4)
+
+
 KINDS = {
     "prefix-aware": PrefixAware,
     "session": SessionAffinity,

@@ -268,12 +268,14 @@ def broken(index: int, number: int) -> FakeReplica:
 
 
 def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(
-    fleet: Any, caplog: pytest.LogCaptureFixture
+    fleet: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    delays: list[int] = []
+    monkeypatch.setattr(FaultPolicy, "delay", lambda _, recent: delays.append(recent) or 0.0)
     service = fleet(2, broken, replace(QUICK, max_restarts=3))
     service.kill(0)
     until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
-    assert (service.states, service.restarts) == (["DEAD", "SERVING"], [3, 0])
+    assert (service.states, service.restarts, delays) == (["DEAD", "SERVING"], [3, 0], [0, 1, 2])
     given_up = "restarted 3 times within 300 s, and given up. The last error: replica 0 died: no memory"
     assert service.replica_table[0].last_error == given_up
     with pytest.raises(ReplicaDiedError, match="which actor_index names, is dead: restarted 3 times within 300 s"):

@@ -18,6 +18,7 @@ from torchrl_moe.modules.serving.candidates import (
     CacheUsage,
     Candidates,
     FaultPolicy,
+    Recovery,
     ReplicaState,
     TableEntry,
     load_bound,
@@ -76,6 +77,14 @@ def test_a_death_is_noted_once_and_not_of_another_replica_in_its_place() -> None
         table.replace(0, first)
     with pytest.raises(IndexError, match=r"actor index -1 out of range \[0, 1\)"):
         table.set_state(-1, ReplicaState.SERVING)
+
+
+def test_one_that_waits_for_an_update_is_the_supervisors_again_once_it_continues() -> None:
+    table = ReplicaTable("ab")
+    for index, state in enumerate((ReplicaState.SERVING, ReplicaState.DEAD)):
+        table.set_recovery(index, Recovery.UPDATE)
+        table.set_state(index, state)
+        assert table[index].recovery is Recovery.SUPERVISOR
 
 
 def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None:

@@ -26,7 +26,7 @@ from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, R
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState
-from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.service import GenerationService, Progress
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 
@@ -179,6 +179,12 @@ def test_a_bar_is_shown_by_default_where_somebody_looks(
     out, err = capsys.readouterr()
     assert out == ""
     assert [words in err for words in ("generate: 100%", "3/3", "tok/s")] == [True] * 3
+
+    def broken(progress: Progress, completion: Completion) -> None:
+        raise BrokenPipeError("stderr is closed")
+
+    monkeypatch.setattr(Progress, "add", broken)
+    assert len(engine.generate(["a", "b", "c"])) == 3  # a bar that cannot be drawn ends no call
 
 
 def test_late_scores_cannot_be_resumed(serve: Any) -> None:
