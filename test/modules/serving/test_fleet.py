@@ -139,7 +139,8 @@ def test_replicas_are_added_and_take_requests_of_which_more_run_at_a_time(fleet:
 
 
 def test_one_that_is_added_has_the_weights_of_the_others_before_it_serves(fleet: Any) -> None:
-    service, brought = fleet(1), []
+    service = fleet(1)
+    brought: list[tuple[int, str]] = []
 
     def bring(index: int) -> None:
         brought.append((index, service.states[index]))
@@ -271,7 +272,12 @@ def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(
     fleet: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delays: list[int] = []
-    monkeypatch.setattr(FaultPolicy, "delay", lambda _, recent: delays.append(recent) or 0.0)
+
+    def at_once(policy: FaultPolicy, recent: int) -> float:
+        delays.append(recent)
+        return 0.0
+
+    monkeypatch.setattr(FaultPolicy, "delay", at_once)
     service = fleet(2, broken, replace(QUICK, max_restarts=3))
     service.kill(0)
     until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
