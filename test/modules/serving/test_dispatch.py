@@ -546,8 +546,13 @@ def test_neither_a_refusal_nor_an_engines_error_is_tried_again_and_only_the_latt
         run(lb, ["long"])
     assert isinstance(refused.value, ValueError)
     assert sum(len(replica.submitted) for replica in replicas(lb)) == 1
-    failed: Future[Completion] = Future()
+    failed, odd = Future[Completion](), Future[Completion]()
     failed.set_exception(EngineError("a bug"))
+    odd.cancel()
+    replicas(lb)[2].submit = lambda requests: [odd]
+    with pytest.raises(EngineError, match="the replica gave up the request"):
+        run(lb, "a", actor_index=2)
+    del replicas(lb)[2].submit
     for number in range(5):
         replicas(lb)[1].submit = lambda requests: [failed]
         with pytest.raises(EngineError, match="a bug"):

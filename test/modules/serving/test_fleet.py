@@ -550,14 +550,16 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused_or_that_knows_no_
     assert not any(entry.breaker.blocks for entry in service.replica_table)
 
 
-def test_one_that_is_doubted_is_probed_at_once(fleet: Any) -> None:
+def test_one_that_is_doubted_is_probed_at_once_and_not_again_before_it_answered(fleet: Any) -> None:
     service = fleet(2, lambda i, n: ScriptedReplica(i), replace(QUICK, probe=HOUR, patience=2 * HOUR))
-    replica = service.made[0][0]
+    replica, table = service.made[0][0], service.replica_table
     time.sleep(0.1)
     assert replica.asked("probe") == []
-    service.replica_table.doubt(0)
-    until(lambda: replica.asked("probe") == [HOUR / 2])  # half of the time is the core's
-    assert service.replica_table.doubts == set()
+    replica.stall()
+    for _ in range(2):
+        table.doubt(0)
+        until(lambda: not table.doubts and replica.asked("probe"))
+    assert replica.asked("probe") == [HOUR / 2]  # half of the time is the core's
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -203,6 +203,8 @@ def test_what_a_call_brings_back_as_it_was_is_not_counted_again() -> None:
     counts = counted(metrics)
     assert (counts["requests"], counts["completed"], counts["timed_out"]) == (2, 1, 1)
     assert counts["generated_tokens"] == 2
+    with pytest.raises(ValueError, match="no counter 'rertied'; known"):
+        metrics.count("rertied")
 
 
 def test_values_fall_in_the_bucket_that_ends_at_or_above_them() -> None:

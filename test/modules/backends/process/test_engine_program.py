@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from support.processes import group
@@ -104,6 +106,16 @@ def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
     driver.wait(60.0)
     until(lambda: not group(leader))
     until(lambda: not folder.exists())
+
+
+def test_a_process_that_cannot_be_inspected_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pid: int) -> psutil.Process:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "Process", fail)
+        assert engine_program._is_gone(1 << 30) is False
+    assert engine_program._is_gone(1 << 30) is True
 
 
 class Bench:

@@ -99,6 +99,15 @@ def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: L
     assert rpc(lasting, "echo") == [["echo", [], None]]
 
 
+@pytest.mark.parametrize(("tag", "value"), [("completions", [{"request_id": "r"}]), ("ReplicaStats", {"running": "x"})])
+def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, tag: str, value: Any) -> None:
+    future: Future[Any] = Future()
+    lasting._calls[-7] = future
+    lasting._handle("result", [-7, tag, value])
+    assert "is not of this version" in str(future.exception(0))
+    assert lasting.submit([ids_request("after")])[0].result(60.0).request_id == "after"
+
+
 def test_a_replica_starts_once_and_before_that_says_so_and_can_be_shut_down(lasting: LocalReplica) -> None:
     with pytest.raises(RuntimeError, match="replica 3 was started before"):
         lasting.start()
