@@ -72,8 +72,8 @@ def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -
 
 @pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
 def test_of_every_field_what_is_not_plain_is_refused_by_its_class(lasting: LocalReplica, field: str) -> None:
-    (other,) = lasting.submit(waiting("other", seconds=0.3))
-    (future,) = lasting.submit([ids_request("x", **{field: {"mode": threading.Lock()}})])
+    bad = ids_request("x", **{field: {"mode": threading.Lock()}})
+    other, future = lasting.submit([*waiting("other", seconds=0.3), bad])  # in one message
     with pytest.raises(ValueError, match=r"_thread\.lock has no plain form"):
         future.result(0)
     assert other.result(60.0).request_id == "other"
