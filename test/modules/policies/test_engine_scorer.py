@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from support.engines import EngineShelf
 from torchrl_moe.errors import ReplayError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
-from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 
 @pytest.fixture
@@ -56,12 +55,10 @@ def check(batch: TensorDictBase, bound: float = 1e-6) -> None:
 def test_scores_are_written_as_long_as_a_samples_tokens(pad: bool, fake: FakeAsyncVLLM) -> None:
     batch = rollout(fake, 3, 9, 1, pad=pad)
     before = set(batch.keys())
-    out = scorer(fake)(batch)
-    assert out is batch
+    assert scorer(fake)(batch) is batch
     assert set(batch.keys()) == before | {"old"}
     check(batch)
-    batch = rollout(fake, 1, 3)
-    out = scorer(fake, pad_output=True, inplace=False)(batch)
+    out = scorer(fake, pad_output=True, inplace=False)(rollout(fake, 1, 3))
     assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
     assert out["old", "full"][0, :2].eq(0).all()
     assert out["old"].padded is True
@@ -113,15 +110,16 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
 
 
 def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
-    batch = rollout(fake, 3, 5)
-    with pytest.raises(ValueError, match="is to be scored at 2"):
-        scorer(fake, temperature=2.0)(batch)
-    with pytest.raises(ValueError, match="are for generation"):
-        scorer(fake)(batch, max_new_tokens=3)
-    for row in batch.unbind(0):
+    batch, pads = rollout(fake, 3, 5), rollout(fake, 3, 5)
+    for row in pads.unbind(0):
         row["masks", "all_attention_mask"][:] = False
-    with pytest.raises(ValueError, match="sample 0 has no tokens but pads"):
-        scorer(fake)(batch)
+    for policy, given, call, message in (
+        (scorer(fake, temperature=2.0), batch, {}, "is to be scored at 2"),
+        (scorer(fake), batch, {"max_new_tokens": 3}, "are for generation"),
+        (scorer(fake), pads, {}, "sample 0 has no tokens but pads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy(given, **call)
 
 
 CHATS = History.from_chats(
@@ -148,7 +146,7 @@ def scored_ids(fake: FakeAsyncVLLM, count: int) -> list[list[int]]:
 def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
     mode: str, pad: bool, fake: FakeAsyncVLLM
 ) -> None:
-    td = words(mode)
+    td, one = words(mode), words(mode)[0]
     policy = scorer(fake, input_mode=mode, log_probs_key="log_probs", pad_output=pad)
     own = ["history"] if mode == "history" else []
     assert (policy.in_keys, policy.out_keys) == ([(mode, "full")], ["text", "masks", "tokens", "log_probs", *own])
@@ -157,36 +155,26 @@ def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
     assert set(out.keys()) == set(policy.out_keys)
     asked = scored_ids(fake, 2)
     assert all(request.routed_experts is None for request in fake.replicas[0].submitted[-2:])
-    expected = fake.score(asked)
-    assert asked[0] == ([97, 98] if mode == "text" else rendered("hi", "ab"))
-    most = max(map(len, asked))
-    for i, (ids, scores) in enumerate(zip(asked, expected, strict=True)):
-        row, pads = out[i], most - len(ids) if pad else 0
+    assert asked == [ByteTokenizer().encode(text) for text in TEXTS[mode]]
+    for i, (ids, scores) in enumerate(zip(asked, fake.score(asked), strict=True)):
+        row, pads = out[i], max(map(len, asked)) - len(ids) if pad else 0
         assert row["tokens", "full"].tolist() == [PAD] * pads + ids
         assert row["masks", "all_attention_mask"].tolist() == [False] * pads + [True] * len(ids)
         assert row["log_probs", "full"].tolist() == [0.0] * (pads + 1) + scores[1:].tolist()
         assert [row[key].padded for key in ("tokens", "masks", "log_probs")] == [pad] * 3
         assert [row["tokens"].get(leaf, None) for leaf in ("prompt", "response")] == [None, None]
         assert (row["text"].full, row["text"].response) == (TEXTS[mode][i], None)
-        if mode == "history":
+        spoken = row["masks"].get("all_assistant_mask", None)
+        assert (spoken is None) == (mode == "text")
+        if spoken is not None:
             assert row["history"].full.content == CHATS[i].content
-            spoken = row["masks", "all_assistant_mask"]
             assert bytes(i for i in row["tokens", "full"][spoken].tolist() if i < PAD).decode() == CHATS[i].content[1]
-        else:
-            assert row["masks"].get("all_assistant_mask", None) is None
     assert (type(out["tokens"]), type(out["log_probs"])) == (Tokens, LogProbs)
-    one = words(mode)[0]
-    assert policy(one) is one
-    assert one.batch_size == torch.Size([])
+    assert policy(one) is one and one.batch_size == torch.Size([])
     assert one["log_probs", "full"].shape == one["tokens", "full"].shape == (len(asked[0]),)
 
 
-PAD, START, END = 256, 257, 258
-
-
-def rendered(question: str, answer: str) -> list[int]:
-    turns = (START, *b"user\n", *question.encode(), END, *b"\n", START, *b"assistant\n", *answer.encode(), END, *b"\n")
-    return list(turns)
+PAD = 256
 
 
 TEXTS = {
@@ -232,8 +220,6 @@ def test_pads_of_tokens_without_masks_are_found(fake: FakeAsyncVLLM) -> None:
     assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
     assert out[0]["masks", "all_attention_mask"].tolist() == [False, False, True, True]
     assert out[0]["old", "full"].tolist() == [0, 0, 0, fake.score([7, 8])[1].item()]
-    policy(td.set("attention_mask", torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])))
-    assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6, PAD]]
     with pytest.raises(ValueError, match=r"sample 0: 'attention_mask' has shape \[3\] and \('tokens', 'full'\) \[4\]"):
         policy(td.set("attention_mask", torch.ones(2, 3)))
 
@@ -257,11 +243,7 @@ def test_engine_and_trainer_score_a_rollout_alike(
     batch = rollout(engine, 3, 40, 17, pad=True, **params)
     scorer(engine)(batch)
     check(batch, 1e-5)
-    actor = TransformersWrapper(model_of(shelf.folder("qwen3_moe")), replay="R3")
+    model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"), dtype=torch.float32)
     with torch.no_grad():
-        expected = actor.score(batch.copy(), entropy=False)[0]
+        expected = TransformersWrapper(model, replay="R3").score(batch.copy(), entropy=False)[0]
     torch.testing.assert_close(batch["old", "full"], expected, rtol=0, atol=1e-5)
-
-
-def model_of(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -18,7 +18,6 @@ from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.modules.policies.prompts import (
     Chat,
     history_entry,
-    known_ids,
     plain_message,
     prompts_from_chats,
     prompts_from_text,
@@ -51,20 +50,19 @@ CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments":
 
 def test_a_template_sees_all_that_a_message_has() -> None:
     """As transformers and vLLM pass it: unset entries left out, text in one piece, arguments of calls as a mapping."""
+    parts, answer = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}], {"role": "tool", "content": "2"}
+    answer |= {"name": "add", "tool_call_id": "c1"}
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}], "name": None},
+        {"role": "user", "content": parts, "name": None},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
+        answer,
     ]
     lines = text_of(messages, EVERYTHING, tools=[{"name": "add"}], thinking=False).splitlines()
+    call = {**CALL, "function": {"name": "add", "arguments": {"x": 1}}}
     assert [json.loads(line) for line in lines] == [
         {"role": "user", "content": "1+1"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"x": 1}}}],
-        },
-        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        answer,
         [[{"name": "add"}], False],
     ]
     assert Chat.of(messages).history.content == ["1+1", "", "2"]
@@ -152,20 +150,6 @@ def test_known_ids_are_kept_and_the_rest_is_encoded(rendered: str, leaves: Any, 
     assert known(rendered, **leaves) == (ids, text)
 
 
-def test_known_ids_come_without_padding() -> None:
-    prompt, response = torch.tensor([PAD, 97, PAD, 98]), torch.tensor([99, PAD])
-    sample = TensorDict(tokens=Tokens(prompt=prompt, response=response, full=torch.cat([prompt, response])))
-    assert known_ids(sample, "tokens", None, PAD) == {
-        "prompt": [97, PAD, 98],
-        "response": [99],
-        "full": [97, PAD, 98, 99],
-    }
-    mask = torch.tensor([0, 1, 1, 1, 1, 1])  # the last is an end of turn
-    assert known_ids(sample, "tokens", mask, PAD)["full"] == [97, PAD, 98, 99, PAD]
-    assert known_ids(sample, "tokens", mask[:2], PAD)["full"] == [97, PAD, 98, 99]
-    assert known_ids(sample, "others", None, PAD) == {}
-
-
 # text
 
 
@@ -215,15 +199,20 @@ def asked() -> TensorDict:
 
 
 def test_a_template_is_the_one_named_or_the_tokenizers_own() -> None:
-    assert SOURCE._template() == TOKENIZER.chat_template
-    assert source_of("history", chat_template="mine")._template() == "mine"
+    several, own_way = (
+        ByteTokenizer(),
+        SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"]),
+    )
+    several.chat_template = {"default": "{{ 'd' }}", "tool_use": "{{ 't' }}"}
+    tools = asked().set("tools", NonTensorData([{"name": "f"}]))
+    for attributes, sample, text in (
+        ({}, asked(), "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        ({"chat_template": "{{ messages[0].content }}!"}, asked(), "hi!"),
+        ({"tokenizer": several}, asked(), "d"),
+        ({"tokenizer": several}, tools, "t"),
+    ):
+        assert source_of("history", **attributes)._prompts([sample]).texts == [text]
     assert "<tool_response>" in str(source_of("history", chat_template_name="qwen")._template())
-    assert source_of("history", chat_template="{{ messages[0].content }}!")._prompts([asked()]).texts == ["hi!"]
-    tokenizer = ByteTokenizer()
-    tokenizer.chat_template = {"default": "d", "tool_use": "t"}
-    several = source_of("history", tokenizer=tokenizer)
-    assert (several._template(), several._template([{"name": "f"}])) == ("d", "t")
-    own_way = SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"])
     assert source_of("history", tokenizer=own_way)._template() is None
 
 

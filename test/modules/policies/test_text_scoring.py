@@ -90,7 +90,6 @@ def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> 
     [
         ([PAD, PAD, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1]),
         ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]),  # the first one behind the tokens is real
-        ([1, 2], [1, 1], [1, 1]),
         ([PAD, PAD], [0, 0], [0, 0]),
     ],
 )
@@ -98,9 +97,6 @@ def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int], if
     assert mask_of(ids, PAD) == real
     assert mask_of(ids, PAD, end=PAD) == if_it_ends_turns
     assert mask_of(ids, None) == [1] * len(ids)
-
-
-def test_a_mask_of_the_rollout_comes_first() -> None:
-    masks = TensorDict(all_attention_mask=torch.tensor([0, 1, 1]))
-    assert mask_of([1, 2, 3], PAD, masks=masks, attention_mask=torch.tensor([1])) == [0, 1, 1]
-    assert mask_of([1, 2, 3], PAD, attention_mask=torch.tensor([1, 1, 0])) == [1, 1, 0]
+    masks = TensorDict(all_attention_mask=torch.arange(len(ids)))  # of the rollout: it comes first
+    given = {"attention_mask": torch.ones(len(ids) - 1)}
+    assert mask_of(ids, PAD, masks=masks, **given) == [0, *[1] * (len(ids) - 1)]

@@ -1,14 +1,12 @@
 """vLLMWrapper in TorchRL's own pipeline: chat environment, collector, replay buffer, advantages. All of it is stock.
 
-What comes out of the far end is compared with a forward of its own tokens: routes that had slipped by one row, or to
-another sample, would show there.
+What comes out of the far end is compared with what the engine says of those tokens when it is asked again: routes that
+had slipped by one row, or to another sample, would show there. ``test_policy_parity.py`` compares them with a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +20,8 @@ from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.objectives.llm import MCAdvantage
 
-from support.engines import EngineShelf
-from support.reference import Reference, route_mismatches
-from support.strategies import Says
 from torchrl_moe.data import RoutedExperts
-from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 GROUP, ENVS, NEW = 4, 8, 6
@@ -92,19 +87,9 @@ class AskAgain(Transform):
         return next_tensordict
 
 
-class Names(Transform):
-    """What an environment may say of its rollouts: sessions, groups of one question, and how urgent each is."""
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for i, sample in enumerate(tensordict_reset.unbind(0)):
-            sample.update({"session_id": f"rollout-{i}", "group_id": i // GROUP, "priority": -i})
-        return tensordict_reset
-
-
 def make_env(mode: str, turns: int) -> TransformedEnv:
-    env = ChatEnv.from_dataloader(
-        Questions(), batch_size=(ENVS,), repeats=GROUP, tokenizer=ByteTokenizer(), input_mode=mode
-    )
+    source = {"tokenizer": ByteTokenizer(), "input_mode": mode}
+    env = ChatEnv.from_dataloader(Questions(), batch_size=(ENVS,), repeats=GROUP, **source)
     assert isinstance(env, DatasetChatEnv)
     env = env.append_transform(StepCounter()).append_transform(MeanByte(turns))
     return env.append_transform(AskAgain()) if turns > 1 else env
@@ -220,83 +205,3 @@ def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: b
         kept = second["log_probs", "full"][old - NEW : old]
         assert kept.equal(first["log_probs", "response"])
         assert second["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, second["tokens", "full"]))
-
-
-def test_what_an_environment_says_of_its_rollouts_reaches_the_service_at_every_turn() -> None:
-    with FakeAsyncVLLM(2, seed=1) as engine:
-        ear = Says()
-        engine.create_load_balancer(ear)
-        env = make_env("history", turns=2).append_transform(Names())
-        rollout = env.rollout(2, make_policy(engine), break_when_any_done=False)
-        assert rollout.batch_size == torch.Size([ENVS, 2])
-        sessions = [context.session_id for _, context in ear.asked]
-        assert sessions == [f"rollout-{i}" for i in reversed(range(ENVS))] * 2  # by priority
-        assert {engine.load_balancer.groups.version(str(group)) for group in range(ENVS // GROUP)} == {0}
-        assert engine.load_balancer.groups.version(str(ENVS // GROUP)) is None
-
-
-def test_a_reset_begins_again() -> None:
-    with FakeAsyncVLLM(seed=1) as engine:
-        policy = make_policy(engine)
-        env = make_env("history", turns=1)
-        _, carried = env.step_and_maybe_reset(policy(env.reset()))
-        assert ("routed_experts", "full") in carried[0].keys(True)  # the old dialogue's, and they must not stay
-        engine.replicas[0].version = 2
-        fresh = policy(carried)
-    for item in fresh.unbind(0):
-        assert set(item["policy_versions", "full"].tolist()) == {-1, 2}
-        assert item["log_probs", "full"].isfinite().sum() == NEW
-
-
-@lru_cache(maxsize=1)
-def reference_of(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-def assert_forward_agrees(items: list[TensorDictBase], reference: Reference) -> None:
-    """Routes and log-probs of every item are those of a forward of its own tokens."""
-    wrong = total = 0
-    worst = 0.0
-    for item in items:
-        assert_aligned(item)
-        log_probs, chosen = reference(item["tokens", "full"], TEMPERATURE, item["routed_experts", "full"])
-        mismatches = route_mismatches(item["routed_experts", "full"], chosen, slice(0, -1))
-        wrong, total = wrong + mismatches[0], total + mismatches[1]
-        written = item["log_probs", "full"].isfinite()
-        assert written.equal(item["policy_versions", "full"] >= 0)
-        worst = max(worst, float((item["log_probs", "full"] - log_probs)[written].abs().max()))
-    print(f"{wrong} of {total} rows differ, max |dlogp| {worst:.1e}")
-    assert wrong == 0
-    assert worst <= 1e-5
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_sampled_routes_are_those_of_a_forward_of_the_sampled_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    buffer = make_buffer()
-    collect(make_policy(engine), replay_buffer=buffer)
-    assert len(buffer) == 2 * ENVS
-    assert_advantages(list(buffer[:].unbind(0)))
-    assert_forward_agrees(list(buffer.sample().unbind(0)), reference_of(shelf.folder("qwen3_moe")))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_collected_routes_are_those_of_a_forward_of_the_collected_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    batches = collect(make_policy(engine, "text"))
-    assert torch.cat(batches)["next", "policy_version"].unique().tolist() == [3]
-    assert_forward_agrees(list(torch.cat(batches).reshape(-1).unbind(0)), reference_of(shelf.folder("qwen3_moe")))
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("prefer_tokens", [False, True])
-def test_both_turns_of_a_dialogue_are_those_of_one_forward(
-    engine: AsyncVLLM, shelf: EngineShelf, prefer_tokens: bool
-) -> None:
-    buffer = make_buffer()
-    collect(make_policy(engine, prefer_tokens=prefer_tokens), turns=2, replay_buffer=buffer)
-    items = list(buffer[:].unbind(0))
-    assert len(items) == 2 * ENVS * 2
-    assert_forward_agrees(items, reference_of(shelf.folder("qwen3_moe")))
-    if prefer_tokens:  # else answers that are no UTF-8 are encoded again, as other tokens, and keep nothing
-        second = [item for item in items if item["step_count"].item() == 1]
-        assert len(second) == 2 * ENVS
-        assert all((item["policy_versions", "full"] >= 0).sum() > len(item["tokens", "response"]) for item in second)

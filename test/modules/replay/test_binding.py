@@ -89,13 +89,11 @@ def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:
         assert state.binding is None
         with state.opened(bindings[2]):
             barrier.wait(60)
-            seen = [run.result() for run in recomputing]
+            assert [run.result() for run in recomputing] == [(binding, True) for binding in bindings[:2]]
             assert (state.binding, state.recompute) == (bindings[2], False)
-            with ThreadPoolExecutor(1) as thread:  # of autograd: it sees its own, and gives the other one back
-                barrier = threading.Barrier(1)
-                assert thread.submit(recompute, 0).result() == (bindings[0], True)
+            barrier = threading.Barrier(1)  # a thread of autograd sees its own, and gives the other one back
+            assert pool.submit(recompute, 0).result() == (bindings[0], True)
             assert state.binding is bindings[2]
-    assert seen == [(binding, True) for binding in bindings[:2]]
     assert state.binding is None
 
 
