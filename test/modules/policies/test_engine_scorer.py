@@ -143,9 +143,7 @@ def scored_ids(fake: FakeAsyncVLLM, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("mode", ["text", "history"])
-def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
-    mode: str, pad: bool, fake: FakeAsyncVLLM
-) -> None:
+def test_text_and_chats_are_encoded_and_written(mode: str, pad: bool, fake: FakeAsyncVLLM) -> None:
     td, one = words(mode), words(mode)[0]
     policy = scorer(fake, input_mode=mode, log_probs_key="log_probs", pad_output=pad)
     own = ["history"] if mode == "history" else []
@@ -237,9 +235,7 @@ def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> N
 
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}])
-def test_engine_and_trainer_score_a_rollout_alike(
-    params: dict[str, Any], engine: AsyncVLLM, shelf: EngineShelf
-) -> None:
+def test_engine_and_trainer_score_alike(params: dict[str, Any], engine: AsyncVLLM, shelf: EngineShelf) -> None:
     batch = rollout(engine, 3, 40, 17, pad=True, **params)
     scorer(engine)(batch)
     check(batch, 1e-5)

@@ -41,9 +41,6 @@ def text_of(given: Any, template: str = TOKENIZER.chat_template, **options: Any)
     return Chat.of(given).rendered(TOKENIZER, template, options)
 
 
-# chats
-
-
 EVERYTHING = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ [tools, thinking] | tojson }}"
 CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"x": 1}'}}
 
@@ -80,10 +77,7 @@ NO_CHAT = r"Expected History object .* list of messages, at \('history', 'prompt
         ([{"content": "a"}], NO_MESSAGE),
         ([{"role": 3, "content": "a"}], NO_MESSAGE),
         ([{"role": "user"}], NO_MESSAGE),
-        ([{"role": "user", "content": None}], NO_MESSAGE),
-        ([{"role": "user", "content": 3}], NO_MESSAGE),
         ([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}], NO_MESSAGE),
-        ([{"role": "user", "content": ["a"]}], NO_MESSAGE),
         ([{"role": "user", "content": [{"type": "text"}]}], NO_MESSAGE),
         ([], r"the chat at \('history', 'prompt'\) has no message"),
         (histories([{"role": "<none>", "content": ""}])[0], "has no message"),
@@ -123,9 +117,6 @@ def test_a_call_of_a_tool_is_not_continued() -> None:
     assert history_entry(Chat.of(called), "4").full.content == ["2+2", "", "4"]
 
 
-# known ids
-
-
 def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
     """Ids and text of a chat that renders to ``rendered``, given what is known of it."""
     prompts = prompts_from_chats([Chat.of(chat(rendered))], [rendered], TOKENIZER, [leaves])
@@ -138,19 +129,14 @@ def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
         ("abc", {"prompt": [97, 98, 99]}, [97, 98, 99], "abc"),  # of the whole text
         # of an earlier turn: its answer was a byte that is no UTF-8, which its text, encoded again, is not
         ("a\ufffd!", {"prompt": [97], "response": [200], "full": [97, 200]}, [97, 200, 33], "a\ufffd!"),
-        ("ab!", {"prompt": [97], "response": [200], "full": [97, 200]}, [97, 98, 33], "ab!"),  # without its answer
         ("xyz", {"prompt": [97], "response": [98], "full": [97, 98]}, [120, 121, 122], "xyz"),  # of another text
         ("xyz", {"prompt": [97, START]}, [97, START], "a<|im_start|>"),  # the caller's own
         ("xyz", {"full": [98]}, [98], "b"),
         ("ab", {}, [97, 98], "ab"),  # none
-        ("ab", {"prompt": [], "full": []}, [97, 98], "ab"),
     ],
 )
 def test_known_ids_are_kept_and_the_rest_is_encoded(rendered: str, leaves: Any, ids: list[int], text: str) -> None:
     assert known(rendered, **leaves) == (ids, text)
-
-
-# text
 
 
 with set_list_to_stack(True):
@@ -161,10 +147,8 @@ with set_list_to_stack(True):
     ("texts", "arguments", "ids"),
     [
         ("hi", {}, [[104, 105]]),
-        (["hi"], {}, [[104, 105]]),
         (None, {}, [[98], [97, 195, 169]]),
         (["a", "bcd"], {"padding": "max_length", "max_length": 8}, [[97], [98, 99, 100]]),  # never padded
-        (["a", "bcd"], {"return_tensors": "pt", "padding": True}, [[97], [98, 99, 100]]),
         (["abc"], {"truncation": True, "max_length": 2}, [[97, 98]]),
         (["<|im_end|>"], {"split_special_tokens": True}, [list(b"<|im_end|>")]),
     ],
@@ -172,9 +156,6 @@ with set_list_to_stack(True):
 def test_texts_are_encoded(texts: Any, arguments: dict[str, Any], ids: list[list[int]]) -> None:
     prompts = prompts_from_text(STACK if texts is None else texts, TOKENIZER, arguments)
     assert (prompts.ids, prompts.texts) == (ids, ["hi"] if texts == "hi" else texts or ["b", "aé"])
-
-
-# tokens
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
@@ -257,10 +238,8 @@ def test_each_sample_may_change_what_the_template_gets() -> None:
     ("entry", "value", "message"),
     [
         ("tools", "add(x)", r"tools must be a list of JSON schemas or functions, or its JSON text, got 'add\(x\)'"),
-        ("tools", "3", "tools must be a list"),
         ("tools", [3], "tools must be a list"),
         ("chat_template_kwargs", [1], "chat_template_kwargs must be a mapping of names to values, got"),
-        ("chat_template_kwargs", {1: 2}, "chat_template_kwargs must be a mapping"),
         ("chat_template_kwargs", {"tokenize": True}, "are a template's own arguments, .*; 'tokenize' is not one"),
     ],
 )

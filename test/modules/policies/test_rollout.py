@@ -77,9 +77,6 @@ def assert_values(tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None
     torch.testing.assert_close(tensor, torch.tensor(values, dtype=dtype), rtol=0, atol=0, equal_nan=True)
 
 
-# one answer
-
-
 def test_an_answer_by_hand() -> None:
     td = answer(LONG)
     assert td.batch_size == torch.Size([])
@@ -137,9 +134,6 @@ def test_an_answer_without_a_token_has_no_version() -> None:
         answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
 
 
-# words that were left out
-
-
 KEPT = ("sampling", "kept")
 
 
@@ -181,9 +175,6 @@ def test_padding_of_words_by_hand() -> None:
     assert set(plain["sampling"].keys()) == {"temperature"}
 
 
-# padding
-
-
 def test_padding_by_hand() -> None:
     td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
     assert (type(td), td.batch_size) == (TensorDict, torch.Size([2]))
@@ -205,9 +196,6 @@ def test_padding_by_hand() -> None:
     for key, values in {"policy_version": [7, 8], "num_segments": [1, 3], "num_cached_tokens": [0, 2]}.items():
         assert_values(td[key], values, torch.int64)
     assert list(td["finish_reason"]) == ["stop", "length"]
-
-
-# later turns
 
 
 TURN = answer(SHORT)
@@ -260,9 +248,7 @@ FIRST, SECOND = sampled(SHORT, [12, 5], [2]), sampled(NEXT, [31], [1])
     ],
 )
 @pytest.mark.parametrize("beside", [None, LONG, sampled(LONG, [1, 2, 3, 4], [4, 0, 0])])
-def test_words_of_turns_are_joined(
-    first: Completion, second: Completion, expected: Any, beside: Completion | None
-) -> None:
+def test_words_of_turns_join(first: Completion, second: Completion, expected: Any, beside: Completion | None) -> None:
     """Alone, and padded beside a longer answer without and with words left out."""
     earlier: TensorDictBase = answer(first)
     if beside is not None:
@@ -322,9 +308,6 @@ def test_rows_of_other_tokens_than_the_ids_are_not_trusted_and_a_turn_may_have_n
         td = answer(NEXT, earlier=one)
         assert_values(td["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
         assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
-
-
-# what a rollout says of its sampling
 
 
 @pytest.mark.needs_vllm

@@ -54,17 +54,17 @@ def test_another_batch_size_is_refused(td: TensorDictBase, shape: str) -> None:
 
 
 def test_what_is_missing_of_another_length_or_no_integer_is_named() -> None:
-    with pytest.raises(KeyError, match=r"in every one; the first one has .*full") as error:
+    with pytest.raises(KeyError, match=r"in every sample; the first one has .*full") as error:
         read_batch(ragged(), ("tokens", "ids"), ATTENTION)
-    assert error.value.args[0].startswith("no ('tokens', 'ids') in every one")
-    with pytest.raises(KeyError, match=r"in every one; the first one has .*all_attention_mask"):
+    assert error.value.args[0].startswith("no ('tokens', 'ids') in every sample")
+    with pytest.raises(KeyError, match=r"in every sample; the first one has .*all_attention_mask"):
         read_batch(lazy_stack([one([5], [1]), one([5])]), ATTENTION, FULL)
     td = lazy_stack([one([5, 6, 7], [1, 1]), one([7, 8, 9, 10], [1, 1, 1, 1])])
-    with pytest.raises(ValueError, match=r"'all_attention_mask'\) of one 0 has 2 rows, its tokens are 3"):
+    with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 0 has 2 rows, its tokens are 3"):
         read_batch(td, FULL, ATTENTION)
     td = lazy_stack([one([5, 6])])
     td[FULL] = td[FULL].float()
-    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) of one 0"):
+    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) of sample 0"):
         read_batch(td, FULL, ATTENTION)
 
 

@@ -130,9 +130,7 @@ def test_what_a_model_does_to_its_logits_is_done_to_its_scores(family: str, conf
 
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize("choose", [selection, sampled])
-def test_entropies_are_computed_if_asked_and_no_rows_keep_every_parameter_in_the_graph(
-    choose: Any, splits: bool
-) -> None:
+def test_without_rows_every_parameter_stays_in_the_graph(choose: Any, splits: bool) -> None:
     """Under FSDP, a rank without tokens takes part in backward too."""
     model, chosen = make_tiny_moe(num_hidden_layers=2), choose(entropy=False)
     scoring = scored(model)
@@ -208,9 +206,6 @@ def test_peft(targets: list[str]) -> None:
     assert (scoring(INPUTS, selection())[0] - without).abs().max() > 1e-2
 
 
-# -- a head that cannot be run apart ----------------------------------------------------------------------------------
-
-
 def doubling(model: nn.Module) -> str:
     model.lm_head.register_forward_hook(lambda _, __, logits: 2 * logits)
     return "scores are off by"
@@ -283,9 +278,6 @@ def test_another_thread_sees_the_model_as_it_is() -> None:
     torch.testing.assert_close((ours, theirs), (wanted, wanted), atol=2e-6, rtol=1e-6)
 
 
-# -- router logits ----------------------------------------------------------------------------------------------------
-
-
 def test_router_logits_come_without_the_auxiliary_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers.models.qwen3_moe.modeling_qwen3_moe as modeling
 
@@ -302,9 +294,6 @@ def test_router_logits_come_without_the_auxiliary_loss(monkeypatch: pytest.Monke
     assert all(logits.requires_grad for logits in routers)
     assert given == [None]  # transformers' own loss over layers x tokens x K x E has nothing to work on
     assert not model.model._forward_hooks
-
-
-# -- packing ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-4])
@@ -354,9 +343,6 @@ def test_a_model_that_asks_for_a_mask_gets_one() -> None:
 
     model.forward = masked
     assert ScoringModel(model).sees_pads
-
-
-# -- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
 def loss_of(scoring: ScoringModel, rank: int) -> Tensor:

@@ -57,8 +57,6 @@ def twin() -> RouterReplay:
     return RouterReplay(make_tiny_moe())
 
 
-# -- the distributions that were sampled ------------------------------------------------------------------------------
-
 VOCABULARY = 259
 KEPT = ("sampling", "kept")
 TEMPERATURES = (0.5, 2.0, 1.0)
@@ -134,7 +132,7 @@ def test_scores_are_those_of_each_sequence_alone_in_the_distribution_that_it_was
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ask", ["score", "get_dist", "forward"])
-def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
+def test_silent_answers_are_warned_of_once(
     actor: TransformersWrapper, td: TensorDictBase, layout: str, ask: str
 ) -> None:
     batch = LAYOUTS[layout](td)
@@ -154,9 +152,7 @@ def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
     assert re.match(text, str(warning.message))
 
 
-def test_a_number_must_be_what_each_sample_says_and_is_1_where_nothing_does(
-    actor: TransformersWrapper, td: TensorDictBase
-) -> None:
+def test_a_temperature_must_be_what_each_sample_says(actor: TransformersWrapper, td: TensorDictBase) -> None:
     wanted = actor.score(at(1.0, td.clone()))[0]
     assert torch.equal(actor.score(td.exclude("sampling", "policy_versions"))[0], wanted)
     hot = actor.get_new_version(temperature=2.0)
@@ -176,9 +172,7 @@ def test_words_may_have_become_a_plain_tensordict(actor: TransformersWrapper, td
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sample_that_cannot_have_been_drawn_is_named(
-    actor: TransformersWrapper, td: TensorDictBase, layout: str
-) -> None:
+def test_what_cannot_have_been_drawn_is_named(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
     greedy, cut, outside = td.clone(), truncated(td.clone()), truncated(td.clone())
     greedy[2]["sampling", "temperature"] = torch.tensor(0.0)
     for ask in (actor.score, actor.get_dist):
@@ -206,9 +200,7 @@ def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pads", [True, False, None])
-def test_only_the_tokens_asked_for_are_scored(
-    actor: TransformersWrapper, td: TensorDictBase, layout: str, pads: bool | None
-) -> None:
+def test_a_mask_of_tokens(actor: TransformersWrapper, td: TensorDictBase, layout: str, pads: bool | None) -> None:
     scorer, batch = actor.get_new_version(pad_model_input=pads), LAYOUTS[layout](td)
     asked = read_rows(batch, ("masks", "all_assistant_mask"), False)
     asked[0] = False  # no token of this sample is read
@@ -271,9 +263,7 @@ def test_flash_attention_has_one_row_for_all(uneven: TensorDictBase) -> None:
 
 
 @pytest.mark.parametrize("pads", [True, None])
-def test_right_padded_batches_make_no_mask_of_all_pairs(
-    uneven: TensorDictBase, pads: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_pads_need_no_mask(uneven: TensorDictBase, pads: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """SDPA's is [B, 1, W, W]: 2.1 GB for 8 sequences of 16k. Rows of one sequence need none, and keep every score."""
     actor = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="none", pad_model_input=pads)
     batch = uneven if pads else uneven[1:]
@@ -396,14 +386,9 @@ def test_packed_equals_padded_with_gradients() -> None:
     assert_same(other_grads, grads, atol=1e-6 * max(1.0, largest))
 
 
-# -- R2 ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_r2_records_without_gradients_and_replays_with_them(
-    actor: TransformersWrapper, td: TensorDictBase, layout: str, packed: bool
-) -> None:
+def test_r2_records_then_replays(actor: TransformersWrapper, td: TensorDictBase, layout: str, packed: bool) -> None:
     scorer = actor.get_new_version(replay="R2", pad_model_input=not packed)
     batch = LAYOUTS[layout](td).exclude("routed_experts")  # the engine's are not asked for
     with torch.no_grad(), experts_seen(scorer.model) as seen:
@@ -454,9 +439,6 @@ def test_r2_does_not_guess_where_some_samples_were_recorded(td: TensorDictBase, 
         scorer.score(td)
     with pytest.raises(ReplayError, match=r"'train_routed_experts'.*score the batch once under torch.no_grad\(\)"):
         actor.get_new_version(replay="R2").score(td.exclude("train_routed_experts"))
-
-
-# -- what it says about routing ---------------------------------------------------------------------------------------
 
 
 def test_agreement_and_fallback_by_hand(actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase) -> None:

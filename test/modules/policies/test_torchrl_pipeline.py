@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack, set_list_to_stack
+from tensordict import LazyStackedTensorDict, TensorDictBase, set_list_to_stack
 from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, Unbounded
-from torchrl.data.llm import History
-from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.objectives.llm import MCAdvantage
 
+from support.collecting import NextQuestion
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 GROUP, ENVS, NEW = 4, 8, 6
 TEMPERATURE = 0.7
-QUESTION = "again?"
 
 
 @pytest.fixture(autouse=True)
@@ -58,41 +57,19 @@ def reward_of(response: Tensor) -> float:
 
 
 class MeanByte(Transform):
-    """The reward, ``[*B, 1, 1]``, and the end of a dialogue after so many turns."""
-
-    def __init__(self, turns: int) -> None:
-        super().__init__()
-        self.turns = turns
+    """The reward, ``[*B, 1, 1]``."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        responses = tensordict.get(("tokens", "response"), as_list=True)
-        rewards = torch.tensor([reward_of(response) for response in responses])
-        next_tensordict["reward"] = rewards.view(*tensordict.batch_size, 1, 1)
-        for key in ("done", "terminated"):
-            next_tensordict[key] = next_tensordict["step_count"] >= self.turns
-        return next_tensordict
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        reward_spec["reward"] = Unbounded(shape=(*self.parent.batch_size, 1, 1))
-        return reward_spec
+        rewards = [reward_of(response) for response in tensordict.get(("tokens", "response"), as_list=True)]
+        return next_tensordict.set("reward", torch.tensor(rewards).view(*tensordict.batch_size, 1, 1))
 
 
-class AskAgain(Transform):
-    """Another question of the user after every answer."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        history = next_tensordict["history"]
-        question = History(role="user", content=QUESTION)
-        history.prompt = lazy_stack([h.append(question, inplace=False, dim=-1) for h in history.prompt.unbind(0)])
-        return next_tensordict
-
-
-def make_env(mode: str, turns: int) -> TransformedEnv:
+def make_env(mode: str, turns: int) -> EnvBase:
     source = {"tokenizer": ByteTokenizer(), "input_mode": mode}
     env = ChatEnv.from_dataloader(Questions(), batch_size=(ENVS,), repeats=GROUP, **source)
     assert isinstance(env, DatasetChatEnv)
-    env = env.append_transform(StepCounter()).append_transform(MeanByte(turns))
-    return env.append_transform(AskAgain()) if turns > 1 else env
+    env = env.append_transform(MeanByte()).append_transform(StepCounter(max_steps=turns))
+    return env.append_transform(NextQuestion()) if turns > 1 else env
 
 
 def make_policy(engine: Any, mode: str = "history", **kwargs: Any) -> vLLMWrapper:
@@ -163,9 +140,7 @@ def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["history", "text"])
-def test_what_is_collected_and_sampled_is_aligned_has_advantages_and_can_be_read_padded(
-    fake: FakeAsyncVLLM, mode: str
-) -> None:
+def test_what_is_collected_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode: str) -> None:
     batches = collect(make_policy(fake, mode))
     assert [batch.batch_size for batch in batches] == [torch.Size([ENVS, 1])] * 2
     collected = torch.cat(batches)
@@ -197,7 +172,7 @@ def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: b
         old, p = len(first["tokens", "full"]), len(second["tokens", "prompt"])
         assert second["tokens", "full"][:old].equal(first["tokens", "full"])
         assert second["tokens", "prompt"].tolist()[old:] == [
-            *(258, *b"\n", 257, *b"user\n", *QUESTION.encode(), 258, *b"\n", 257, *b"assistant\n")
+            *(258, *b"\n", 257, *b"user\n", *b"and then?", 258, *b"\n", 257, *b"assistant\n")
         ]
         written = second["policy_versions", "full"] == 0
         assert written.nonzero()[:, 0].tolist() == [*range(old - NEW, old), *range(p, p + NEW)]

@@ -59,9 +59,6 @@ def dense_model() -> nn.Module:
     return make_tiny_moe("qwen3")
 
 
-# -- construction -----------------------------------------------------------------------------------------------------
-
-
 def test_a_new_version_keeps_every_argument() -> None:
     changed: dict[str, Any] = {
         **{"tokenizer": TOKENIZER, "tokenizer_kwargs": {"truncation": True}, "attention_mask_key": "mask"},
@@ -113,7 +110,6 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
         ({"on_bad_routes": "skip"}, r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"),
         ({"input_mode": "chat"}, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
         ({"input_mode": "text", "generate": False, "replay": "R3"}, "'R3' .* Use input_mode='tokens'"),
-        ({"input_mode": "history", "generate": False, "replay": "R2"}, "replay='R2' with input_mode='history'"),
         ({"generate": True, "replay": "R3"}, "replay='R3' is for scoring"),
         ({"generate": True, "temperature": 1.0}, "temperature=1.0 is for scoring.* Sampling is set by generate_kwargs"),
         ({"generate": True, "pad_model_input": True}, "pad_model_input=True is for scoring"),
@@ -126,11 +122,9 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
         ({"generate_kwargs": {"max_new_tokens": 3}}, "generate_kwargs is for generation"),
         ({"generate": True, "num_samples": 2, "inplace": True}, "inplace must be False .or None. when generating more"),
         ({"generate": True, "num_samples": 2, "generate_kwargs": {"n": 3}}, r"num_samples=2 differs from .*=3"),
-        ({"generate": True, "generate_kwargs": {"temperature": -1}}, "Temperature must be non-negative"),
         ({"min_batch_size": 2}, "min_batch_size must be None, got 2: .* pass one batch"),
         ({"replay": "r3"}, r"replay must be one of \(None, 'R3', 'R2', 'none'\), got 'r3'"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"temperature": float("nan")}, "temperature must be positive, got nan"),
     ],
 )
 def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str, Any], message: str) -> None:
@@ -138,9 +132,7 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str,
         TransformersWrapper("no/such/folder", **arguments)
 
 
-def test_models_and_tokenizers_are_given_or_loaded_and_never_moved(
-    tmp_path: Path, td: TensorDictBase, dense_model: nn.Module
-) -> None:
+def test_models_and_tokenizers_are_given_or_loaded(tmp_path: Path, td: TensorDictBase, dense_model: nn.Module) -> None:
     make_tiny_moe().save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     scorer = TransformersWrapper(tmp_path)
@@ -166,9 +158,6 @@ def test_models_and_tokenizers_are_given_or_loaded_and_never_moved(
     for mode in ("text", "history"):
         with pytest.raises(ValueError, match=f"input_mode='{mode}' makes tokens of text: pass tokenizer="):
             TransformersWrapper(dense_model, input_mode=mode)
-
-
-# -- TorchRL's side ---------------------------------------------------------------------------------------------------
 
 
 def test_it_is_a_wrapper_of_torchrl(actor: TransformersWrapper) -> None:
@@ -238,9 +227,7 @@ def test_forward_takes_any_batch_size(actor: TransformersWrapper, td: TensorDict
             scorer.score(square)
 
 
-def test_torchrls_own_wrapper_gives_the_same_log_probs_and_logits(
-    actor: TransformersWrapper, td: TensorDictBase
-) -> None:
+def test_torchrls_own_wrapper_gives_the_same(actor: TransformersWrapper, td: TensorDictBase) -> None:
     options: dict[str, Any] = {"input_mode": "tokens", "generate": False, "pad_output": False}
     theirs = TorchRLWrapper(make_tiny_moe(), tokenizer=TOKENIZER, return_log_probs=True, **options)
     ours = actor.get_new_version(replay="none")
@@ -299,9 +286,6 @@ def test_it_can_be_the_reference(actor: TransformersWrapper, td: TensorDictBase)
     assert GRPOLoss(actor, kl_to_ref_coeff=0.1)(batch).loss_kl_to_ref > 0
 
 
-# -- what arguments leave open ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "mode", "generates", "reads"),
     [
@@ -310,10 +294,8 @@ def test_it_can_be_the_reference(actor: TransformersWrapper, td: TensorDictBase)
         ({"generate": True}, "history", True, ("history", "prompt")),
         ({"chat_template_name": "qwen"}, "history", True, ("history", "prompt")),
         ({"chat_template_name": "qwen", "generate": False}, "history", False, ("history", "full")),
-        ({"input_mode": "history"}, "history", True, ("history", "prompt")),
         ({"input_mode": "text"}, "text", True, ("text", "prompt")),
         ({"input_mode": "text", "generate": False}, "text", False, ("text", "full")),
-        ({"input_mode": "tokens", "generate": True}, "tokens", True, ("tokens", "prompt")),
         ({"input_mode": "tokens", "generate": True, "input_key": "ids"}, "tokens", True, "ids"),
     ],
 )
@@ -325,9 +307,7 @@ def test_what_is_read_and_done_by_default(
         assert (one.input_mode, one.generate, one.input_key, one.in_keys) == (mode, generates, reads, [reads])
 
 
-def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
-    actor: TransformersWrapper, dense_model: nn.Module
-) -> None:
+def test_routes_are_followed_by_default(actor: TransformersWrapper, dense_model: nn.Module) -> None:
     assert actor.replay == "R3"
     assert actor.get_new_version(input_mode="text", generate=False).replay == "none"
     policy = actor.get_new_version(generate=True)
@@ -342,8 +322,6 @@ def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
     assert policy.get_new_version(generate=False).input_key == ("text", "full")
     assert policy.get_new_version(generate=False, input_key="all").input_key == "all"
 
-
-# -- chats and text that are scored -----------------------------------------------------------------------------------
 
 CHATS = [
     [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}],
@@ -361,9 +339,7 @@ def spoken(mode: str) -> TensorDict:
 @pytest.mark.parametrize("mode", ["history", "text"])
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_chats_and_text_are_scored_as_torchrl_scores_them(
-    dense_model: nn.Module, mode: str, pad_output: bool, packed: bool
-) -> None:
+def test_chats_and_text_score_as_in_torchrl(dense_model: nn.Module, mode: str, pad_output: bool, packed: bool) -> None:
     arguments: dict[str, Any] = {"tokenizer": TOKENIZER, "input_mode": mode, "generate": False}
     ours = TransformersWrapper(dense_model, pad_model_input=not packed, pad_output=pad_output, **arguments)
     theirs = TorchRLWrapper(dense_model, pad_output=pad_output, **arguments)
@@ -376,7 +352,8 @@ def test_chats_and_text_are_scored_as_torchrl_scores_them(
     for key in (FULL, LOG_PROBS, ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")):
         rows = [one.get(key, as_list=True) for one in (got, wanted)]
         assert (rows[0] is None) == (rows[1] is None)
-        torch.testing.assert_close(*[list(row or []) for row in rows], atol=1e-5, rtol=0)
+        mine, other = ([] if row is None else list(row) for row in rows)
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
     assert got["text"].full == wanted["text"].full
     assert (got["text"].response, got["tokens"].get("response", None)) == (None, None)
     assert all(one["tokens"].padded is pad_output for one in got.unbind(0))
@@ -432,8 +409,6 @@ def test_what_is_not_there_is_named(dense_model: nn.Module) -> None:
     with pytest.raises(TypeError, match=r"\['temperature'\] are for generation, but this wrapper has generate=False"):
         scorer(spoken("text"), temperature=1.0)
 
-
-# -- generation -------------------------------------------------------------------------------------------------------
 
 SAMPLED = {"max_new_tokens": 5, "do_sample": True}
 WORDS = {"temperature": 0.7, "top_p": 0.8}

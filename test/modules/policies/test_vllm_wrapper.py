@@ -144,9 +144,6 @@ def params_of(engine: FakeAsyncVLLM) -> dict[str, Any]:
     return dict(engine.replicas[0].submitted[-1].sampling_params)
 
 
-# every key, in every mode
-
-
 @pytest.mark.parametrize(("num_samples", "sampling"), [(None, {"temperature": 0.5, "top_k": 2}), (2, {})])
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("build", [stacked, dense])
@@ -172,9 +169,7 @@ def test_answers_to_each_prompt(
 
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sample_without_a_batch_dimension_and_the_keys_that_are_announced(
-    fake: FakeAsyncVLLM, mode: str, pad_output: bool
-) -> None:
+def test_a_sample_alone_and_the_announced_keys(fake: FakeAsyncVLLM, mode: str, pad_output: bool) -> None:
     td, policy = one(mode, "cdefg"), wrapper(fake, mode, pad_output=pad_output, batching=False, batching_timeout=3.0)
     assert policy(td) is td
     assert td.batch_size == torch.Size([])
@@ -213,7 +208,7 @@ def test_two_batch_dimensions(fake: FakeAsyncVLLM, build: str, pad_output: bool,
         assert out[place]["tokens", "prompt"].tolist()[-len(prompt) :] == prompt
 
 
-def test_the_number_of_samples_may_come_with_the_generate_kwargs_and_is_not_changed_by_a_call(
+def test_the_number_of_samples_is_the_wrappers(
     fake: FakeAsyncVLLM,
 ) -> None:
     for name in ("n", "num_return_sequences"):
@@ -230,9 +225,6 @@ def test_the_number_of_samples_may_come_with_the_generate_kwargs_and_is_not_chan
     for inplace in (True, "empty"):
         with pytest.raises(ValueError, match=f"inplace must be False .*, got inplace={inplace!r}"):
             wrapper(fake, num_samples=2, inplace=inplace)
-
-
-# where the output goes
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -285,9 +277,6 @@ def test_the_output_goes_to_the_device(fake: FakeAsyncVLLM) -> None:
     assert {value.device.type for value in out.values(True, True) if isinstance(value, torch.Tensor)} == {"meta"}
 
 
-# less of it
-
-
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("name", ["log_probs", "routed_experts"])
 def test_log_probs_and_routes_can_be_left_out(fake: FakeAsyncVLLM, name: str, pad_output: bool) -> None:
@@ -315,9 +304,6 @@ def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM) -> Non
         assert_answers(
             moe.exclude("routed_experts"), engine, direct(engine, [ids_of("text", p) for p in PROMPTS]), False
         )
-
-
-# prompts
 
 
 def test_pads_of_a_batch_never_reach_the_engine(fake: FakeAsyncVLLM) -> None:
@@ -388,9 +374,6 @@ def test_a_missing_prompt_and_an_empty_one_are_refused_and_the_input_left_alone(
         assert set(td.keys()) == {mode}
 
 
-# answers
-
-
 def script(
     monkeypatch: pytest.MonkeyPatch, engine: FakeAsyncVLLM, ids: list[int], versions: list[int] | None = None
 ) -> None:
@@ -452,9 +435,6 @@ def test_a_late_batch_is_a_timeout() -> None:
             policy(stacked("text", "ab"))
 
 
-# sampling parameters
-
-
 def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
     kwargs, tokenizer_kwargs = {"max_new_tokens": 6, "temperature": 0.7}, {"padding": True}
     policy = wrapper(fake, generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)
@@ -479,9 +459,7 @@ CHANGES_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "value"), CHANGES_VALUES.items())
-def test_what_changes_values_is_refused_with_log_probs_and_allowed_without(
-    fake: FakeAsyncVLLM, name: str, value: Any
-) -> None:
+def test_what_changes_values_is_refused_with_log_probs(fake: FakeAsyncVLLM, name: str, value: Any) -> None:
     given, td = {name: value}, stacked("text", "ab")
     before = len(fake.replicas[0].submitted)
     for call, kwargs in (
@@ -510,9 +488,6 @@ def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> 
             ask(again.clone(), temperature=0.75)
     assert len(fake.replicas[0].submitted) == before  # before anything is generated
     assert policy(again, temperature=0.5)[0]["sampling", "temperature"] == 0.5
-
-
-# what a batch says of its requests
 
 
 def requests_of(engine: FakeAsyncVLLM) -> list[Request]:
@@ -579,9 +554,6 @@ def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatc
     assert started == ["org/model", Path("folder")]
 
 
-# new versions
-
-
 CHANGES: dict[str, Any] = {
     **{"tokenizer": ByteTokenizer(), "input_mode": "text", "input_key": ("mine", "prompt"), "device": "cpu"},
     **{"generate_kwargs": {"max_tokens": 3, "temperature": 0.5}, "tokenizer_kwargs": {"truncation": True}},
@@ -637,9 +609,6 @@ def test_what_only_the_other_kind_has_does_not_follow(fake: FakeAsyncVLLM, mode:
     assert scoring.get_new_version(generate=True, input_key=("my", "own")).in_keys == [("my", "own")]
 
 
-# tokens preferred to text
-
-
 def test_known_tokens_are_not_encoded_again(fake: FakeAsyncVLLM) -> None:
     td = dense("history", "hi").set("tokens", Tokens(prompt=torch.tensor([[PAD, 1, PAD, 2]]), batch_size=[1]))
     out = wrapper(fake, "history", inplace=False, prefer_tokens=True)(td)
@@ -649,9 +618,7 @@ def test_known_tokens_are_not_encoded_again(fake: FakeAsyncVLLM) -> None:
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_ids_of_an_earlier_turn_are_kept_and_its_rows_with_them(
-    fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch, pad_output: bool
-) -> None:
+def test_an_earlier_turn_keeps_its_ids(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch, pad_output: bool) -> None:
     env = ChatEnv(batch_size=(1,), input_mode="history", tokenizer=ByteTokenizer())
     policy = wrapper(fake, "history", prefer_tokens=True, pad_output=pad_output)
     with monkeypatch.context() as patch:

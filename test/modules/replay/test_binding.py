@@ -13,8 +13,6 @@ from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, Recording, ReplayState
 from torchrl_moe.modules.replay.discovery import RouterSite
 
-# which experts
-
 
 def test_groups_hold_the_experts_to_use_and_live_rows_keep_their_own() -> None:
     binding = bound(changed((0, 0, 1), [U, U]))

@@ -36,7 +36,6 @@ TWO = jagged(ROUTES[0, :2], ROUTES[1])
     [
         (ROUTES[0], None, r"routes must have shape \[B, T, 3, 2\], got \[3, 3, 2\]"),
         (ROUTES[:, :, 1:], None, r"got \[2, 3, 2, 2\].*L counts all decoder layers"),
-        (ROUTES[..., :1], None, r"got \[2, 3, 3, 1\]"),
         (jagged(ROUTES[0, :2, :, 0]), None, r"routes of sample 0 must have shape \[T, 3, 2\], got \[2, 3\]"),
         (TWO, [[1, 1, 0]] * 2, r"routes of sample 1 must have 2 rows, got 3.*attention_mask keeps"),
         (TWO, [[1, 1, 1]] * 3, r"attention_mask must have shape \[2, T\], got \[3, 3\]"),
@@ -54,7 +53,6 @@ def test_routes_and_masks_of_another_shape_are_refused(routes: Tensor, mask: Any
         (["a"], "a tensor of integers, got list"),
         (None, "a tensor of integers, got NoneType"),
         (ROUTES.to_sparse(), "dense or nested jagged, got layout torch.sparse_coo"),
-        (ROUTES > 0, "signed integer dtype, got torch.bool"),
         (ROUTES.float(), "signed integer dtype, got torch.float32"),
         (ROUTES.clamp(min=0).to(torch.uint8), "signed integer dtype, got torch.uint8.*from_vllm"),
         (changed((1, 2, 1), [5, U]), r"sample 1, token 2, layer 1 holds \[5, -1\], which is partly -1"),
@@ -141,10 +139,8 @@ def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
     ("index", "error", "message"),
     [
         ([[0, 1, 2], [3, 4, 4]], RouteValueError, "holds 4, which is out of range or there twice"),
-        ([[0, 1, 2], [3, 4, -1]], RouteValueError, "holds -1, which"),
         ([[0, 1, 2], [3, 4, 6]], RouteValueError, r"holds 6, .* from 0 to 5 for an input of \[1, 6\]"),
         (torch.arange(6).view(2, 3).to(torch.uint8), RouteValueError, "must have dtype torch.int64, got torch.uint8"),
-        (torch.ones(2, 3, dtype=torch.bool), RouteValueError, "must have dtype torch.int64, got torch.bool"),
         ([[0, 1, 2, 3, 4, 5]], RouteShapeError, r"packing.index must have shape \[2, 3\], got \[1, 6\]"),
     ],
 )

@@ -34,9 +34,6 @@ from torchrl_moe.testing import make_tiny_moe
 IDS = tokens()
 
 
-# replaying
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_replay_records_what_it_uses_in_rows_that_are_given_and_in_others(family: str) -> None:
     model, replay = pair(family)
@@ -112,9 +109,6 @@ def test_bad_samples_run_live_if_asked_to_and_are_counted() -> None:
     with pytest.raises(RouteValueError, match="sample 0, token 3, layer 2 holds"), replay.replay(routes):
         model(IDS)
     assert (replay.refused, replay.report()) == ((), {})
-
-
-# errors
 
 
 def test_wrong_routes_are_refused_before_the_model_runs() -> None:
@@ -203,9 +197,6 @@ def test_two_models_replay_in_one_process_each_on_its_own_routes() -> None:
     assert_same(gradients(actor), grads)
 
 
-# report
-
-
 def test_the_report_counts_rows_and_agreement() -> None:
     model, replay = pair()
     assert replay.report() == {}
@@ -225,9 +216,6 @@ def test_the_report_counts_rows_and_agreement() -> None:
     with replay.replay(routes):
         model(IDS)
     assert replay.report()[3] == {"replayed": 11, "live": 1, "refused": 0, "agreement": None}
-
-
-# refusals
 
 
 @pytest.mark.parametrize(
@@ -260,7 +248,10 @@ def test_the_self_test_has_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class KeywordMoE(ToyMoE):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
-        return (self.layers[0](hidden=self.embed(input_ids)),)
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden=hidden)
+        return (hidden,)
 
 
 class FlatMoE(ToyMoE):
