@@ -28,31 +28,6 @@ def ragged() -> TensorDictBase:
     return lazy_stack([one([5, 6], [1, 1]), one([7, 8, 9, 10], [1, 1, 1, 1])])
 
 
-def test_sequences_share_rows_where_they_fit() -> None:
-    """Lengths 1, 4, 2, 1 in rows of 4: the longest first, and each where there is room."""
-    ids = [[1], [2, 3, 4, 5], [6, 7], [8]]
-    packed = read_batch(lazy_stack([one(row) for row in ids]), FULL, ATTENTION).packed(4)
-    assert packed.inputs["input_ids"].tolist() == [[2, 3, 4, 5], [6, 7, 1, 8]]
-    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-    assert packed.index[:, -1].tolist() == [6, 3, 5, 7]
-    rest = read_batch(lazy_stack([one(row) for row in ids[1:]]), FULL, ATTENTION).packed(4)
-    assert rest.inputs["input_ids"].tolist() == [[2, 3, 4, 5], [6, 7, 8, 0]]
-    assert rest.inputs["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]  # the pad is no part of a sequence
-
-
-@pytest.mark.parametrize(
-    ("td", "shape"),
-    [
-        (one([5, 6]), r"\[\]"),
-        (lazy_stack([ragged(), ragged()]), r"\[2, 2\]"),
-        (TensorDict(batch_size=[0]), r"\[0\]"),
-    ],
-)
-def test_another_batch_size_is_refused(td: TensorDictBase, shape: str) -> None:
-    with pytest.raises(ValueError, match=rf"batch size \[B\] with B >= 1, got {shape}: use td.reshape"):
-        read_batch(td, FULL, ATTENTION)
-
-
 def test_what_is_missing_of_another_length_or_no_integer_is_named() -> None:
     with pytest.raises(KeyError, match=r"in every sample; the first one has .*full") as error:
         read_batch(ragged(), ("tokens", "ids"), ATTENTION)

@@ -233,10 +233,10 @@ def test_the_number_of_samples_is_the_wrappers(
 def test_in_place_is_the_default(fake: FakeAsyncVLLM, build: Any, inplace: Any, pad_output: bool) -> None:
     td = build("text", *PROMPTS).set("extra", torch.arange(3))
     out = wrapper(fake, inplace=inplace, pad_output=pad_output)(td)
+    assert [len(ids) for ids in out.get(("tokens", "response"), as_list=True)] == [NEW] * 3
     if inplace in (True, None):
         assert out is td
         assert set(td.keys()) == KEYS | {"text", "extra"}
-        assert [len(ids) for ids in td.get(("tokens", "response"), as_list=True)] == [NEW] * 3
     else:
         assert (set(td.keys()), set(td["text"].keys())) == ({"text", "extra"}, {"prompt"})
         assert set(out.keys()) == KEYS | {"text"}
@@ -348,17 +348,6 @@ def test_a_tokenizer_may_be_given_named_and_set_and_is_the_engines_models(fake: 
     assert wrapper(fake, tokenizer=renamed).tokenizer is renamed
 
 
-def test_chats_of_different_length_and_a_template_that_is_given(fake: FakeAsyncVLLM) -> None:
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
-    long = TensorDict(history=ChatHistory(prompt=History.from_chats([turns])[0]))
-    out = wrapper(fake, "history")(lazy_stack([one("history", "ab"), long]))
-    assert [td["history"].full.batch_size for td in out.unbind(0)] == [torch.Size([2]), torch.Size([4])]
-    assert out[1]["history"].full.role == ["user", "assistant", "user", "assistant"]
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}?"
-    wrapper(fake, "history", chat_template=template)(dense("history", "hi"))
-    assert asked(fake, 1) == [list(b"hi?")]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_prompt_and_an_empty_one_are_refused_and_the_input_left_alone(fake: FakeAsyncVLLM, mode: str) -> None:
     told = rf"Expected \('{mode}', 'prompt'\) key in sample 1, .*input_mode='{mode}' .*\['other'\]"
@@ -374,11 +363,8 @@ def test_a_missing_prompt_and_an_empty_one_are_refused_and_the_input_left_alone(
         assert set(td.keys()) == {mode}
 
 
-def script(
-    monkeypatch: pytest.MonkeyPatch, engine: FakeAsyncVLLM, ids: list[int], versions: list[int] | None = None
-) -> None:
+def script(patch: pytest.MonkeyPatch, engine: FakeAsyncVLLM, ids: list[int], version: int = 0) -> None:
     """Let the engine answer every prompt with ``ids``."""
-
     original = engine.generate
 
     def generate(**kwargs: Any) -> list[Completion]:
@@ -387,10 +373,10 @@ def script(
         for completion in completions:
             (output,) = completion.outputs
             output.token_ids, output.finish_reason = np.array(ids, np.int64), "stop"
-            output.policy_versions = np.array(versions or [0] * len(ids), np.int32)
+            output.policy_versions = np.full(len(ids), version, np.int32)
         return completions
 
-    monkeypatch.setattr(engine, "generate", generate)
+    patch.setattr(engine, "generate", generate)
 
 
 def test_the_end_of_turn_is_a_token_but_no_content(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,29 +396,24 @@ def test_the_end_of_turn_is_a_token_but_no_content(fake: FakeAsyncVLLM, monkeypa
     assert td["text", "response"] == "\ufffd\ufffd"
 
 
-def test_an_aborted_request_is_an_error_and_nothing_is_written() -> None:
-    with FakeAsyncVLLM(token_seconds=0.02) as engine:
+def test_an_aborted_request_and_a_late_one_are_errors_and_nothing_is_written() -> None:
+    with FakeAsyncVLLM(token_seconds=0.02) as engine, ThreadPoolExecutor(1) as pool:
         td, replica = stacked("text", "ab", "c"), engine.replicas[0]
+        policy = wrapper(engine, generate_kwargs={"max_tokens": 1000})
 
         def abort() -> None:
             while len(replica.submitted) < 2:
                 threading.Event().wait(0.01)
             replica.abort([request.request_id for request in replica.submitted])
 
-        thread = threading.Thread(target=abort)
-        thread.start()
+        done = pool.submit(abort)
         with pytest.raises(EngineError, match="2 of 2 requests were aborted") as caught:
-            wrapper(engine, generate_kwargs={"max_tokens": 1000})(td)
+            policy(td)
         assert [completion.aborted for completion in caught.value.partial] == [True, True]
-        thread.join()
+        done.result()
+        with pytest.raises(GenerationTimeout, match="2 of 2 requests were not finished"):
+            policy.get_new_version(timeout_seconds=0.05)(td)
         assert set(td.keys()) == {"text"}
-
-
-def test_a_late_batch_is_a_timeout() -> None:
-    with FakeAsyncVLLM(token_seconds=0.02) as engine:
-        policy = wrapper(engine, generate_kwargs={"max_tokens": 1000}, timeout_seconds=0.05)
-        with pytest.raises(GenerationTimeout, match="1 of 1 requests were not finished"):
-            policy(stacked("text", "ab"))
 
 
 def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
@@ -518,17 +499,12 @@ def test_keys_of_a_batch_reach_the_service_one_value_per_sample(num_samples: int
 @pytest.mark.parametrize("where", ["argument", "generate_kwargs", "call"])
 def test_the_replica_the_adapter_and_how_answers_continue_can_be_chosen(where: str) -> None:
     lora = {"lora_name": "a", "lora_int_id": 1, "lora_path": "folder"}
-    arguments: dict[str, Any] = {"actor_index": 1, "lora_request": lora}
-    chosen = {**arguments, "on_resume": "live"}
-    sampling: dict[str, Any] = {"max_tokens": NEW}
+    chosen: dict[str, Any] = {"actor_index": 1, "lora_request": lora, "on_resume": "live"}
+    own = {name: chosen[name] for name in ("actor_index", "lora_request") if where == "argument"}
+    sampling = {} if where == "call" else {name: chosen[name] for name in chosen.keys() - own.keys()}
+    per_call = chosen if where == "call" else {}
     with FakeAsyncVLLM(2, seed=3) as engine:
-        kwargs = {
-            "argument": {"generate_kwargs": {**sampling, "on_resume": "live"}, **arguments},
-            "generate_kwargs": {"generate_kwargs": {**sampling, **chosen}},
-            "call": {"generate_kwargs": sampling},
-        }[where]
-        per_call = chosen if where == "call" else {}
-        policy = wrapper(engine, inplace=False, **kwargs)
+        policy = wrapper(engine, inplace=False, generate_kwargs={"max_tokens": NEW, **sampling}, **own)
         out = policy(dense("text", "ab", "c"), **per_call)
         (request,) = policy.requests(one("text", "d"), **per_call)
         asyncio.run(engine.agenerate(**request.arguments))
@@ -622,7 +598,7 @@ def test_an_earlier_turn_keeps_its_ids(fake: FakeAsyncVLLM, monkeypatch: pytest.
     env = ChatEnv(batch_size=(1,), input_mode="history", tokenizer=ByteTokenizer())
     policy = wrapper(fake, "history", prefer_tokens=True, pad_output=pad_output)
     with monkeypatch.context() as patch:
-        script(patch, fake, [200, END], versions=[4, 4])  # a byte that is no UTF-8
+        script(patch, fake, [200, END], version=4)  # a byte that is no UTF-8
         td = env.step(policy(env.reset(TensorDict(query=["hi"], batch_size=[1]))))
     out = policy(env.step_mdp(td))[0]
     turn = [*ids_of("history", "hi"), 200, END]

@@ -20,7 +20,6 @@ from support.gradients import assert_same, gradients, loss_of
 from support.routes import FAMILIES, U, pair, random_routes, tokens
 from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.errors import ReplayError
-from torchrl_moe.modules.replay.binding import wrap_checkpoints
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -187,9 +186,3 @@ def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own
     with pytest.raises(ReplayError, match=r"remove\(\) came before the backward"):
         value.backward()
-    model, replay = pair()
-    checkpoint_layers(model, False)
-    wrap_checkpoints(model, replay._state)
-    once: list[Any] = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    wrap_checkpoints(model, replay._state)
-    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == once

@@ -115,26 +115,6 @@ def test_a_copied_model_is_native_and_takes_a_replay_of_its_own(copied: Callable
         assert torch.equal(model(tokens()).logits, replayed)
 
 
-@COPY
-def test_a_model_copied_with_its_replay_stays_with_it(copied: Callable[[object], object]) -> None:
-    model, replay = pair()
-    routes = random_routes(replay)
-    with replay.replay(routes):
-        replayed = model(tokens()).logits
-    other, own = copied((model, replay))
-    assert own.model is other
-    assert RouterReplay.of(other) is own
-    with experts_seen(model) as untouched, own.replay(routes):
-        assert torch.equal(other(tokens()).logits, replayed)
-    assert not untouched
-    with pytest.raises(ReplayError, match="has a RouterReplay already"):
-        RouterReplay(other)
-    _, replay = pair()
-    replay.remove()
-    with pytest.raises(ReplayError, match="was removed"), copied(replay).record():
-        pass
-
-
 def test_a_forward_that_someone_else_put_on_a_router_is_kept() -> None:
     model, calls = make_tiny_moe(), []
     router = model.model.layers[1].mlp.gate
