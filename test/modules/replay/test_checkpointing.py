@@ -112,7 +112,7 @@ CASES = [
 
 @pytest.mark.parametrize(("how", "first", "measure", "family"), CASES)
 def test_however_layers_are_checkpointed_gradients_stay(how: str, first: str, measure: bool, family: str) -> None:
-    """Two micro batches and one backward pass; whoever comes first, replay or checkpointing."""
+    """Two micro batches and one backward pass, with replay put on before checkpointing and after it."""
     config: dict[str, Any] = {"use_cache": False}  # torch's wrapper does not switch it off: a second run would add
     plain, plain_replay = pair(family, **config)
     routes = routes_of(plain_replay)
