@@ -5,7 +5,9 @@ Without the capture this is silently wrong (reentrant) or a CheckpointError, see
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -186,3 +188,24 @@ def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own
     with pytest.raises(ReplayError, match=r"remove\(\) came before the backward"):
         value.backward()
+
+
+@REENTRANT
+def test_two_backward_passes_may_run_in_two_threads(reentrant: bool) -> None:
+    """As autograd's own threads do, of which each device has one."""
+    model, replay = pair()
+    routes = routes_of(replay)
+    wanted = two_losses(model.train(), replay, routes)
+    checkpoint_layers(model, reentrant)
+    losses = [loss(model, replay, ids, given) for ids, given in zip(BATCHES, routes, strict=True)]
+    barrier = threading.Barrier(2)
+
+    def meet(*_: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            barrier.wait(60)  # both are in their second run of this layer
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(torch.Tensor.backward, losses))
+    assert_same(gradients(model), wanted, atol=1e-6)

@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from support.gradients import assert_same, gradients
 from support.routes import FAMILIES, experts_seen, pair, random_routes, recorded, tokens
+from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.modules.replay.router_replay import owner_of as owner
@@ -151,3 +153,25 @@ def test_router_jitter_is_off_until_removal() -> None:
     assert replay_noise == [0.0] * 4
     for one in (model, other):
         assert [layer.mlp.jitter_noise for layer in one.model.layers] == [0.1] * 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_copied_between_forward_and_backward_is_on_its_own(reentrant: bool) -> None:
+    model, replay = pair()
+    checkpoint_activations(model.train(), use_reentrant=reentrant)
+    routes = random_routes(replay)
+
+    def loss(this: nn.Module, handle: RouterReplay, given: Tensor) -> Tensor:
+        with handle.replay(given):
+            return this(tokens()).logits.square().mean()
+
+    loss(model, replay, routes).backward()
+    wanted = gradients(model)
+    value = loss(model, replay, routes)
+    other, own = copy.deepcopy((model, replay))
+    loss(other, own, random_routes(own, seed=1)).backward()
+    value.backward()
+    assert_same(gradients(model), wanted)
+    other.zero_grad()
+    loss(other, own, routes).backward()
+    assert_same(gradients(other), wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -329,3 +330,23 @@ def test_a_report_is_printed_and_shown_as_a_table() -> None:
     report = ReplayReport(dict.fromkeys(range(200), done))
     assert len(repr(report).splitlines()) == 2 + 64 + 1
     assert TableReader(report._repr_html_()).rows["tbody"][-1][0] == "… 136 more"
+
+
+def test_two_models_replay_in_two_threads() -> None:
+    barrier = threading.Barrier(2)
+
+    def work(seed: int) -> list[Tensor]:
+        model, replay = pairs[seed]
+        routes, got = random_routes(replay, seed=seed), []
+        for _ in range(5):
+            with replay.replay(routes):
+                barrier.wait(60)
+                got.append(model(IDS).logits)
+        return got
+
+    pairs = [pair(), pair()]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(work, range(2)))
+    barrier = threading.Barrier(1)
+    for seed, got in enumerate(together):
+        assert all(torch.equal(one, other) for one, other in zip(got, work(seed), strict=True))

@@ -34,6 +34,7 @@ from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
 from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.dispatch import PRIORITY_SECONDS, Admission
+from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.service import GenerationService
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -749,3 +750,30 @@ def test_what_is_taken_out_leaves_nothing_behind() -> None:
     gc.collect()  # a request and its call hold each other
     assert [prompt() for prompt in prompts] == [None] * 899
     assert len(admission._turns) <= 2 * 100 + 64
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what loops of dispatchers, not that of the fakes, were given to call from outside."""
+    called: list[str] = []
+    call = EventLoop.call
+
+    def count(loop: EventLoop, function: Any, *arguments: Any) -> bool:
+        if loop._name != "torchrl_moe-fakes":
+            called.append(getattr(function, "__name__", "other"))
+        return call(loop, function, *arguments)
+
+    monkeypatch.setattr(EventLoop, "call", count)
+    return called
+
+
+def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[str]) -> None:
+    lb, count = serve(1, token_seconds=HOUR), 300
+
+    async def main() -> list[Any]:
+        calls = [run_async(lb, f"{i}", timeout=1.0) for i in range(count)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert {type(result) for result in results} == {GenerationTimeout}
+    assert len(turns) <= 2 * count  # a beginning and an answer each

@@ -13,13 +13,18 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
+from support.completions import cut
 from support.engines import EngineShelf, start_engine
+from support.reference import TOLERANCE, Reference
 from support.waiting import PATIENCE, until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.candidates import FaultPolicy
@@ -148,6 +153,47 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
     until_serving(engine, 1)
     assert "gave no sign of life in 8 s and was ended" in str(engine.replica_table[1].last_error)
     check(engine, flood(engine, 10), expected[:10])
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+def test_each_process_of_a_replica_may_be_killed_under_answers_that_continue_too(
+    engine: AsyncVLLM, no_engine: EngineShelf
+) -> None:
+    expected = flood(engine)
+    under_fire(engine, expected, (0, "core", signal.SIGKILL), (1, "owner", signal.SIGKILL))
+    until_serving(engine, 1)
+    check(engine, flood(engine), expected)
+    resume_under_fire(engine, expected, Reference(no_engine.folder("qwen3_moe")))
+
+
+def resume_under_fire(engine: AsyncVLLM, expected: Any, reference: Reference) -> None:
+    """A replica is killed under answers that continue from a first part, whose experts no router here would choose."""
+    rng = np.random.default_rng(0)
+    firsts = [cut(completion, 30, decode=lambda ids: "") for completion in expected[:20]]
+    for first in firsts:
+        (output,) = first.outputs
+        rows = np.zeros_like(output.routed_experts)
+        rows[:, 1:] = rng.permuted(np.tile(np.arange(16), (len(rows), 3, 1)), axis=-1)[..., :4]
+        first.outputs[0] = replace(output, routed_experts=rows)
+    retried = engine.metrics.summary()["retried"]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, resume=firsts, sampling_params=PARAMS, use_tqdm=False)
+        until(lambda: max(entry.inflight for entry in engine.replica_table) > 5)
+        Parts(engine, max(engine.replica_table, key=lambda entry: entry.inflight).index).core.kill()
+        completions = call.result(3 * RESTART)
+    assert engine.metrics.summary()["retried"] > retried
+    for first, completion in zip(firsts, completions, strict=True):
+        (before,), (output,) = first.outputs, completion.outputs
+        known = len(before.routed_experts)
+        assert output.resume == "forced"
+        assert output.token_ids[:30].tolist() == before.token_ids.tolist()
+        assert (output.routed_experts[:known] == before.routed_experts).all()
+        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+        followed = torch.arange(len(output.routed_experts)) < known
+        log_probs, _ = reference(ids, routes=output.routed_experts, followed=followed)
+        off = torch.from_numpy(output.logprobs.copy()) - log_probs[len(completion.prompt_token_ids) :]
+        assert off[30:].abs().max() <= TOLERANCE
 
 
 DRIVER = """

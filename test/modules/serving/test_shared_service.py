@@ -20,9 +20,11 @@ import ray
 from support.actors import Holder, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, is_gone
 from support.replicas import ScriptedReplica
+from support.toy_engine import bring
 from support.waiting import until
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, running_services
 from torchrl_moe.modules.serving import async_vllm
@@ -226,6 +228,30 @@ def test_a_ray_worker_takes_an_engine_as_it_is_and_its_death_ends_no_replica(toy
     holder.__ray_terminate__.remote()  # cleanly, so that its own exit handlers run
     until(lambda: is_gone(pid))
     assert generate(maker, [2]) == [3]
+
+
+@pytest.mark.ray
+def test_a_replica_that_ray_restarts_serves_nobody_until_it_has_the_others_version(toy_service: Any) -> None:
+    maker = toy_service(2, name="aging")
+    publisher = AsyncVLLM.connect("aging")
+    for entry in publisher.replica_table:
+        entry.replica.call(bring, 20.0, version=57)
+    until(lambda: versions(maker) == versions(publisher) == [57, 57])  # the one that publishes is another driver
+    os.kill(pids(maker.replica_table[1].replica)[0], signal.SIGKILL)
+    until(lambda: maker.replica_table[1].recovery is Recovery.UPDATE)
+    assert maker.replica_table[1].replica.call(Engine.weights_version, 20.0) == 0
+    assert states(publisher) == ["SERVING", "DEAD"]
+    with AsyncVLLM.connect("aging") as late:
+        assert states(maker) == states(late) == ["SERVING", "STARTING"]
+        for driver in (maker, late):
+            answers = driver.generate([[i] for i in range(1, 9)], use_tqdm=False)
+            assert {answer.metrics.replica for answer in answers} == {0}
+        maker.replica_table[1].replica.call(bring, 20.0, version=57)
+        for driver in (maker, late):
+            until(lambda driver=driver: states(driver) == ["SERVING", "SERVING"])
+            assert versions(driver) == [57, 57]
+            assert driver.generate([1], actor_index=1, use_tqdm=False).outputs[0].policy_versions.min() == 57
+    publisher.disconnect()
 
 
 @pytest.mark.ray
