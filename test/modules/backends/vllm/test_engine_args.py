@@ -185,6 +185,8 @@ def test_routers_in_float32_are_asked_for_in_vllms_additional_config(moe: str) -
         ("dense", "router_dtype", "float32", "router_dtype='float32', but .* has no routers"),
         ("dense", "enable_return_routed_experts", True, "enable_return_routed_experts=True, but .* has no experts"),
         ("moe", "return_sampling_mask", True, "return_sampling_mask: .* leave it out"),
+        ("moe", "weight_transfer_config", {}, "weight_transfer_config is the engine's own"),
+        ("moe", "max_model_len", 10**9, "vLLM does not take this model: .*max_model_len"),
         ("moe", "worker_extension_cls", "theirs.One", "worker_extension_cls='theirs.One' is not supp"),
     ],
 )
@@ -317,10 +319,7 @@ def test_on_a_cpu_an_engine_takes_little_memory_and_says_so(
     ("refused", "words"),
     [
         ({"enable_lora": True}, "no LoRA kernel for experts on CPU"),
-        (
-            {"enable_lora": True, "lora_target_modules": ["qkv_proj", "experts"]},
-            r"experts on CPU.*lora_target_modules=\[",
-        ),
+        ({"enable_lora": True, "lora_target_modules": ["experts"]}, r"for experts on CPU.*lora_target_modules=\["),
         # with these vLLM starts, and its first step ends the engine
         ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "over 2 workers.*SIGSEGV.*Leave it out"),
         ({"data_parallel_size": 2}, "data_parallel_size=2.*all_gatherv.*Use num_replicas="),
@@ -405,22 +404,14 @@ def test_routers_that_are_not_float32_are_named(monkeypatch: pytest.MonkeyPatch)
         """A decoder layer with such a router, as a worker's model has it."""
         if isinstance(gate, torch.dtype):
             gate = bare(GateLinear, weight=nn.Parameter(torch.zeros(2, 2, dtype=gate)))
-        experts = (
-            nn.Identity() if kernel is None else bare(MoERunner, moe_config=SimpleNamespace(router_logits_dtype=kernel))
-        )
+        config = SimpleNamespace(router_logits_dtype=kernel)
+        experts = bare(MoERunner, moe_config=config) if kernel else nn.Identity()
         return nn.ModuleDict({"mlp": nn.ModuleDict({"gate": gate, "experts": experts})})
 
     monkeypatch.setattr(MoERunner, "_quant_method", property(lambda self: SimpleNamespace(is_monolithic=True)))
     wide, narrow = torch.float32, torch.bfloat16
     own = [nn.Linear(2, 2, dtype=narrow), nn.Linear(2, 2)]  # of a family with a layer of its own
-    layers = [
-        layer(wide),
-        layer(narrow),
-        *map(layer, own),
-        layer(wide, narrow),
-        layer(wide, wide),
-        layer(nn.Identity()),
-    ]
+    layers = [*map(layer, (wide, narrow, *own)), layer(wide, narrow), layer(wide, wide), layer(nn.Identity())]
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(layers)})})
     monkeypatch.setattr(_compat, "router_layer_ids", lambda _: range(6))  # the last is dense
     assert router_dtype.narrow_routers(model) == [f"model.layers.{layer}" for layer in (1, 2, 4)]
