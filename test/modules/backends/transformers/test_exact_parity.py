@@ -68,8 +68,10 @@ def gaps(actor: TransformersWrapper, batch: TensorDictBase) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "replay", "sampling"),
     [
-        *((family, replay, {}) for family in ("qwen3_moe", "mixtral", "olmoe") for replay in ("R3", "none")),
-        *(("qwen3_moe", "R3", sampling) for sampling in ({"top_k": 5}, {"temperature": 1.3, "top_p": 0.8})),
+        ("mixtral", "R3", {}),
+        ("olmoe", "none", {}),
+        ("qwen3_moe", "none", {}),
+        *(("qwen3_moe", "R3", sampling) for sampling in ({}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.8})),
     ],
 )
 def test_log_probs_are_equal_bit_by_bit(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import RetryableRequestError
+from vllm.sampling_params import StructuredOutputsParams
 
 from support.loops import in_loop
 from support.processes import ids_request
@@ -126,6 +127,7 @@ def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
 
 # -- requests across swaps ---------------------------------------------------------------------------------------------
 PROMPT = [7, 8, 9]
+GRAMMAR = StructuredOutputsParams(regex="a")
 
 
 @dataclass
@@ -378,7 +380,7 @@ async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place
 
     async def start(bench: Bench) -> None:
         name, n = f"r{next(names)}", rng.randint(1, 3)
-        guided = {"bad_words": ["x"]} if rng.random() < 0.3 else {}  # cannot continue: starts again
+        guided = {"structured_outputs": GRAMMAR} if rng.random() < 0.3 else {}  # cannot continue: starts again
         resume = had(*(rng.randint(0, 4) for _ in range(n))) if rng.random() < 0.4 else None
         if rng.random() < 0.2 and bench.engine.reading is None:
             bench.engine.reading = asyncio.Event()  # vLLM still takes it in during what comes next
