@@ -396,9 +396,7 @@ def test_an_end_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind]
     replica.shutdown()  # it may be repeated
 
 
-def test_an_engine_whose_answer_has_a_field_of_another_type_is_lost_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_answer_has_a_wrong_type_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = echo_code().replace('text="",', "text=7,")
     assert wrong != echo_code()
     (tmp_path / "numbers_for_text.py").write_text(wrong)

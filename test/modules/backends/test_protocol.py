@@ -554,9 +554,7 @@ def test_files_that_the_index_names_and_the_folder_lacks_are_listed(tmp_path: Pa
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
-def test_a_tokenizer_that_was_sent_does_what_it_did_and_leaves_nothing_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_was_sent_works_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     there = load_tokenizer(link.decode(link.encode(tokenizer_files(ByteTokenizer(), trust_remote_code=False))))

@@ -131,7 +131,7 @@ def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host:
     assert (ends.was_ended, hears.was_ended) == (False, True)
 
 
-def test_of_an_actor_that_ends_since_its_driver_left_ray_that_is_said_and_not_how_its_engine_died(
+def test_of_an_actor_that_ends_as_its_driver_left_ray_that_is_said(
     two: tuple[RayReplica, RayReplica], host: ToyHost
 ) -> None:
     left, stays = two
@@ -169,9 +169,7 @@ def test_a_guest_places_nothing_in_the_place_of_an_actor_that_is_gone(fake: Fake
 
 
 @pytest.mark.parametrize("was_there", [True, False], ids=["restarted", "came-later"])
-def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_since(
-    fake: FakeCluster, was_there: bool
-) -> None:
+def test_who_ends_a_service_ends_the_actor_that_another_driver_put_there(fake: FakeCluster, was_there: bool) -> None:
     if was_there:
         fake.actors[NAME] = FakeActor(SERVICE, "old")
     link = ended_link(places=False)
@@ -183,7 +181,7 @@ def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_sin
     assert fake.killed == [new]
 
 
-def test_who_ends_a_service_leaves_alone_another_one_that_has_its_name_since(
+def test_who_ends_a_service_leaves_another_one_of_its_name_alone(
     fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_replica, "GONE_SECONDS", HOUR)  # it waits for its own actor's end, which has come

@@ -190,7 +190,7 @@ def removed(rows: list[dict[str, str]]) -> list[int]:
     return [int(row["placement_group_id"][:2], 16) for row in rows if row["state"] == "REMOVED"]
 
 
-def test_groups_in_which_no_actor_lies_are_removed_and_no_others(
+def test_groups_without_an_actor_are_removed_and_no_others(
     actors: dict[str, Any], groups: list[dict[str, str]]
 ) -> None:
     groups += [
@@ -354,9 +354,7 @@ def test_a_frame_passes_once_in_its_place_direction_and_connection(between: Betw
             reader.receive()
 
 
-def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
-    between: Between, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_length_beyond_the_bound_is_refused_at_once(between: Between, caplog: pytest.LogCaptureFixture) -> None:
     actor, _ = between.connect()
     between.to_actor.sendall(COUNT.pack(1) + LENGTH.pack(1 << 62))
     with pytest.raises(TamperedError, match=f"a message of {1 << 62} bytes was announced; at most 4294967296 are"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from support.plain import TOLERANCE, answers, check_output, chosen, loaded, log_probs, save, sets, step
+from support.plain import TOLERANCE, answers, check_output, chosen, loaded, log_probs, save, step
 from support.processes import ids_request
 from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.data import RoutingLayout
@@ -262,9 +262,7 @@ def test_what_was_whole_stays_and_what_was_cut_continues(plain: Loaded) -> None:
         ({"routed_experts": np.zeros((2, 4, 4), np.uint8)}, "token 0, layer 1"),
     ],
 )
-def test_a_first_part_that_the_model_cannot_read_again_is_refused(
-    plain: Loaded, changes: dict[str, Any], words: str
-) -> None:
+def test_a_first_part_that_cannot_be_read_again_is_refused(plain: Loaded, changes: dict[str, Any], words: str) -> None:
     """In the batch it would end the engine, and with it all other requests."""
     with pytest.raises(ValueError, match=words):
         resumed(plain, changes)
@@ -334,9 +332,7 @@ def drawn_from(one: Draw) -> list[int]:
         ({"repetition_penalty": 2.0}, [0.4**2 / 0.76, 0.3 / 0.76, 0.2 / 0.76, 0.1 / 0.76]),  # 0 is in the prompt
     ],
 )
-def test_tokens_come_from_the_distribution_whose_log_probs_they_have(
-    params: dict[str, Any], expected: list[float]
-) -> None:
+def test_tokens_come_from_the_distribution_of_their_log_probs(params: dict[str, Any], expected: list[float]) -> None:
     count = 4000
     drawn = draw(count, **params)
     counts = Counter(one.token for one in drawn)
@@ -462,22 +458,6 @@ def check_following(plain: Loaded, answer: Answer, rows: Any) -> None:
     assert answer.output(True).logprobs == pytest.approx(chosen(log_probs, answer), abs=TOLERANCE)
 
 
-def test_recorded_experts_are_followed_and_other_rows_are_live(plain: Loaded) -> None:
-    ids = [70, 71, 72, 73]
-    rows = other_rows(plain, ids)
-    rows[1] = -1
-    (forced,) = answers(plain, ids, GREEDY, routed_experts=rows[:3])
-    (free,) = answers(plain, ids, GREEDY)
-    (longer,) = answers(plain, [80, *range(65, 72)], GREEDY)
-    step(plain, forced, free, longer, times=4)
-    used = forced.output(True).routed_experts
-    assert used is not None
-    assert (sets(used[[0, 2], 1:]) == sets(rows[[0, 2], 1:])).all()
-    check_following(plain, forced, rows[:3])
-    for answer in (free, longer):
-        check_output(plain, answer.prompt_ids, answer.output(True))
-
-
 def test_what_is_read_again_follows_its_own_experts_or_not(plain: Loaded) -> None:
     """With rows that the model would not choose the two ways differ."""
     ids = [70, 71, 72, 73]
@@ -498,9 +478,7 @@ def test_what_is_read_again_follows_its_own_experts_or_not(plain: Loaded) -> Non
 
 # -- scores -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("part", [256, 3])
-def test_scores_are_the_models_log_probs_however_they_are_cut(
-    plain: Loaded, monkeypatch: pytest.MonkeyPatch, part: int
-) -> None:
+def test_scores_are_the_models_log_probs_however_cut(plain: Loaded, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setattr("torchrl_moe.modules.backends.transformers.decoder.SCORED_TOKENS", part)
     ids = list(range(70, 82))
     rows = other_rows(plain, ids)[:5]

@@ -58,9 +58,7 @@ def test_what_it_cannot_do_is_refused_by_name(given: dict[str, Any], words: str)
 
 
 # -- the kind ----------------------------------------------------------------------------------------------------------
-def test_its_program_runs_by_itself_where_nothing_may_fork_it(
-    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_program_runs_by_itself_where_none_may_fork_it(plain_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a Ray actor."""
     found = engine_kind("transformers")
     monkeypatch.setattr(found, "reason_not_to_fork", lambda environment: "of the tests")
@@ -98,9 +96,7 @@ def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("router_dtype", "held"), [("auto", torch.bfloat16), ("float32", torch.float32)])
-def test_routers_are_held_in_float32_if_they_are_asked_to(
-    plain_folder: Path, router_dtype: str, held: torch.dtype
-) -> None:
+def test_routers_are_held_in_float32_if_asked_to(plain_folder: Path, router_dtype: str, held: torch.dtype) -> None:
     model: Any = loaded(plain_folder, dtype="bfloat16", router_dtype=router_dtype).decoder.model
     assert {layer.mlp.gate.weight.dtype for layer in model.model.layers[1:]} == {held}
     assert model.lm_head.weight.dtype == torch.bfloat16
@@ -138,9 +134,7 @@ def test_positions_that_turn_by_other_angles_in_longer_batches_are_refused(tmp_p
     assert loaded(folder, max_model_len=64).info.max_model_len == 64
 
 
-def test_a_model_whose_routes_cannot_be_recorded_may_be_served_without(
-    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_hides_its_routes_is_served_without(plain_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: Any) -> Any:
         raise UnsupportedRouterError("its router hides")
 

@@ -35,9 +35,7 @@ from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
-def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
-    plain: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_abort_spares_the_next_request_of_that_id(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on, step = threading.Event(), threading.Event(), plain.decoder.step
 
     def slow_step(*arguments: Any) -> None:
@@ -79,9 +77,7 @@ def test_requests_of_lower_priority_value_join_first_if_the_engine_goes_by_prior
     assert serve(engine, script).order == ["first", "p3", "again", "p5", "p7"]
 
 
-def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(
-    plain: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_comes_between_each_answer_is_the_models(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of any lengths in a batch with too little room, some aborted, all paused now and then, and read again."""
     rng = random.Random(0)
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 150 * plain.decoder.token_bytes}

@@ -19,6 +19,7 @@ from support.engines import ADAPTED
 from support.llm import FakeLLM
 from support.loops import in_loop
 from support.reference import TOLERANCE
+from support.routes import rows_at_random
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
@@ -173,13 +174,10 @@ def test_requests_with_an_adapter_and_without_one_share_a_batch(engine: AsyncVLL
 
 @ON_ENGINE
 @pytest.mark.usefixtures("one_thread")
-def test_the_adapted_model_follows_recorded_experts_and_so_does_the_one_without(
-    engine: AsyncVLLM, tuned: Tuned
-) -> None:
+def test_the_adapted_model_follows_recorded_experts_as_does_the_other(engine: AsyncVLLM, tuned: Tuned) -> None:
     model, fields = tuned
-    rng = np.random.default_rng(3)
-    rows = np.full((len(IDS), 4, 4), -1, np.int8)
-    rows[:, 1:] = rng.permuted(np.tile(np.arange(16), (len(IDS), 3, 1)), axis=-1)[..., :4]
+    assert engine.routing_layout is not None
+    rows = rows_at_random(engine.routing_layout, len(IDS))
     rows[2] = -1
     adapted, plain = ask(engine, fields, rows=rows), ask(engine, rows=rows)  # with a shared cache
     check(model, adapted, rows)
@@ -219,9 +217,7 @@ def test_an_adapter_that_is_not_finite_is_refused_and_what_overflows_leaves_noth
 
 @ON_ENGINE
 @pytest.mark.usefixtures("one_thread")
-def test_adapters_of_one_name_share_no_cache_and_outlive_their_folders(
-    engine: AsyncVLLM, tuned: Tuned, tmp_path: Path
-) -> None:
+def test_adapters_of_a_name_share_no_cache_and_need_no_folder(engine: AsyncVLLM, tuned: Tuned, tmp_path: Path) -> None:
     model, fields = tuned
     long = IDS * 30  # more than a block of the cache
     first = edited(fields, tmp_path / "first", lambda _, tensor: tensor)
@@ -240,9 +236,7 @@ def test_adapters_of_one_name_share_no_cache_and_outlive_their_folders(
 
 
 @ON_ENGINE
-def test_an_adapter_of_another_size_or_that_is_not_there_is_refused_and_never_used_in_part(
-    engine: AsyncVLLM, tuned: Tuned, tmp_path: Path
-) -> None:
+def test_an_adapter_of_another_size_or_of_no_folder_is_refused(engine: AsyncVLLM, tuned: Tuned, tmp_path: Path) -> None:
     edits: dict[str, Callable[[str, Tensor], Tensor]] = {
         "inputs": lambda key, tensor: tensor[:, :5] if "lora_A" in key else tensor,
         "outputs": lambda key, tensor: tensor[:5] if "lora_B" in key else tensor,

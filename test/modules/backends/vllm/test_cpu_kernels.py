@@ -103,9 +103,7 @@ def blank(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_prompt_tokens_are_copied_with_those_ahead_positions_and_places(
-    v2: SimpleNamespace, step: Step, lookahead: int
-) -> None:
+def test_prompt_tokens_those_ahead_positions_and_places(v2: SimpleNamespace, step: Step, lookahead: int) -> None:
     ids, ahead, pos, lens = blank(40), blank(lookahead, S), blank(40, dtype=torch.int64), blank(S)
     expected_ids, expected_ahead, expected_pos = ids.tolist(), ahead.tolist(), pos.tolist()
     for i, slot in step.requests():
@@ -347,9 +345,7 @@ def test_samples_follow_the_softmax_over_several_blocks(v2: SimpleNamespace) -> 
 
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_only_kept_token_wins_whatever_its_noise(
-    v2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fp64: bool, rows: int
-) -> None:
+def test_the_only_kept_token_wins(v2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fp64: bool, rows: int) -> None:
     """The largest hash makes u round to 1, whose noise would be -inf."""
 
     def largest(seeds: np.ndarray, positions: np.ndarray, vocabulary: int, domain: int = 0) -> np.ndarray:
@@ -593,9 +589,7 @@ class States:
 
 
 @pytest.mark.parametrize("channels_first", [False, True])
-def test_states_are_copied_to_the_block_that_a_step_writes(
-    v2: SimpleNamespace, step: Step, channels_first: bool
-) -> None:
+def test_states_are_copied_to_the_block_of_a_step(v2: SimpleNamespace, step: Step, channels_first: bool) -> None:
     states, expected = (States(step.seed, channels_first) for _ in range(2))
     sources, targets = ints(step.rng, -1, 4, S), ints(step.rng, 0, 4, S)
     for _, slot in step.requests():

@@ -498,55 +498,38 @@ def had(*tokens: int) -> Completion:
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
-@in_loop
-async def test_requests_keep_the_adapter_they_began_with_and_its_version(bench: Bench) -> None:
-    one, two, own = object(), object(), object()
-    await bench.start("bare", max_tokens=4)
-    await bench.engine.step()
-    bench.requests.change_adapter(one, 1)
-    bench.own = own
-    await bench.start("own", max_tokens=4)
-    bench.own = None
-    await bench.start("first", max_tokens=4)
-    await bench.engine.step()
-    bench.requests.change_adapter(two, 2)
-    await bench.start("second", max_tokens=4)
-    assert bench.requests.uses(one)
-    assert bench.requests.uses(two)
-    await bench.finish()
-    assert not bench.requests.uses(one)
-    assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
-    versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
-    assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
-
-
 @pytest.mark.parametrize("clear_cache", [False, True])
 @in_loop
-async def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
-    bench: Bench, clear_cache: bool
-) -> None:
-    """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
-    bench.requests.change_adapter(object(), 1)
+async def test_requests_keep_their_adapter_until_whole_weights_come(bench: Bench, clear_cache: bool) -> None:
+    """Also where nothing is aborted: the weights have the trainer's adapter in them. A user's adapter stays."""
+    one, two, own = object(), object(), object()
+    await bench.start("bare", max_tokens=2)
+    await bench.engine.step()
+    bench.requests.change_adapter(one, 1)
     await bench.start("old", max_tokens=8)
-    bench.own = object()
+    bench.own = own
     await bench.start("own", max_tokens=8)
     bench.own = None
     await bench.engine.step(2)
-    bench.requests.change_adapter(object(), 2)
+    bench.requests.change_adapter(two, 2)
     await bench.start("new", max_tokens=8)
     await bench.engine.step(2)
+    assert bench.requests.uses(one) and bench.requests.uses(two)
     bench.engine.reading = asyncio.Event()
     await bench.start("late", max_tokens=8)  # vLLM does not know it yet
     bench.engine.reading.set()
     bench.requests.adapter = None
     await bench.swap(3, "keep", clear_cache)
     await bench.finish()
+    assert not bench.requests.uses(one)
     versions = {name: done.outputs[0].policy_versions.tolist() for name, done in bench.done.items()}
     both = [1] * 4 + [3] * 4
-    assert versions == {"old": both, "own": both, "new": [2] * 2 + [3] * 6, "late": [3] * 8}
+    assert versions == {"bare": [0] * 2, "old": both, "own": both, "new": [2] * 2 + [3] * 6, "late": [3] * 8}
     rest = {name: adapter for name, adapter in bench.engine.adapters.items() if "~" in name}
     assert sorted(name.split("~")[0] for name in rest) == ["late", "new", "old"]
     assert set(rest.values()) == {None}
+    first = {name: adapter for name, adapter in bench.engine.adapters.items() if name not in rest}
+    assert first == {"bare": None, "old": one, "own": own, "new": two, "late": two}
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
 
 

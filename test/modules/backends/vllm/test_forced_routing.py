@@ -136,9 +136,7 @@ def params_of(rows: NDArray[Any] | None) -> Any:
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_rows_go_with_their_requests_in_chunks_and_beside_others(
-    enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_follow_requests_in_chunks_and_beside_others(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs, which call no Python, the routers are the same before, during and after."""
     worker = Worker(monkeypatch, enforce_eager)
     assert worker.forced.forced_routing_unavailable_reason == ""

@@ -16,12 +16,12 @@ from support.completions import cut
 from support.engines import EngineShelf
 from support.processes import ids_request
 from support.reference import TOLERANCE, Reference
+from support.routes import rows_at_random
 from support.versions import random_ids
 from support.waiting import until
-from torchrl_moe.data import KeptTokens, RoutingLayout
+from torchrl_moe.data import KeptTokens
 from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
@@ -49,9 +49,7 @@ def test_the_workers_run_model_runner_v2(engine: AsyncVLLM) -> None:
 
 
 @CHUNKED
-def test_a_seed_gives_the_same_answers_alone_beside_others_in_chunks_and_after_a_cut(
-    engine: AsyncVLLM, shelf: EngineShelf
-) -> None:
+def test_a_seed_gives_the_same_answers_in_any_batch_and_after_a_cut(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     prompts = [random_ids(seed, length).tolist() for seed, length in enumerate((300, 7, 65, 128))]
     first = generate(engine, prompts, {"seed": 5, "n": 2})
     assert tokens_of(generate(engine, prompts, {"seed": 5, "n": 2})) == tokens_of(first)
@@ -104,9 +102,7 @@ def test_what_changes_logits_is_computed_by_the_same_runner(engine: AsyncVLLM) -
         ),
     ],
 )
-def test_a_bad_request_is_refused_in_vllms_words_and_the_engine_continues(
-    engine: Any, fields: dict[str, Any], message: str
-) -> None:
+def test_a_bad_request_is_refused_in_vllms_words_alone(engine: Any, fields: dict[str, Any], message: str) -> None:
     bad = Request(request_id="bad", **{"sampling_params": {"max_tokens": 2}, **fields})
     good = ids_request("good", [1, 2, 3], sampling_params={"max_tokens": 2})
     refused, done = engine.replica_table[0].replica.submit([bad, good])
@@ -121,26 +117,6 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
     assert type(tokenizer).__module__.startswith("transformers.")
     assert tokenizer.encode(text) == ByteTokenizer().encode(text)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.padding_side) == (256, 258, "left")
-
-
-@CHUNKED
-def test_a_snapshot_of_a_real_engine_can_be_resumed(engine: Any) -> None:
-    replica, params = engine.replica_table[0].replica, {**PARAMS, "max_tokens": 150, "temperature": 0.0}
-    (running,) = replica.submit([ids_request("shot", (65, 66, 67), sampling_params=params)])
-
-    def snapshot() -> Any:
-        found = [one for one in replica.call(Engine.snapshot, 20) if one.request_id == "shot"]
-        return found[0] if found and len(found[0].outputs[0].token_ids) > 5 else None
-
-    seen = until(snapshot, 60)
-    (part,), (whole,) = seen.outputs, running.result(60).outputs
-    count = len(part.token_ids)
-    assert whole.text.startswith(part.text)
-    for name in ("token_ids", "policy_versions", "logprobs"):
-        np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[:count])
-    np.testing.assert_array_equal(part.routed_experts, whole.routed_experts[: 3 + count - 1])
-    (again,) = tokens_of(generate(engine, resume=[seen], params=params))
-    assert again == whole.token_ids.tolist()
 
 
 @CHUNKED
@@ -222,14 +198,12 @@ def test_scores_are_those_of_the_model(engine: AsyncVLLM, shelf: EngineShelf) ->
 
 @CHUNKED
 def test_scores_follow_experts_that_no_router_would_choose(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    assert engine.routing_layout is not None
     reference, ids = Reference(shelf.folder("qwen3_moe")), random_ids(5, 80)
-    rng = np.random.default_rng(0)
-    rows = np.full((80, 4, 4), -1, np.int8)
-    rows[:60, 1:] = rng.permuted(np.tile(np.arange(16), (60, 3, 1)), axis=-1)[..., :4]
-    scores = engine.score(ids.tolist(), rows)
-    expected, _ = reference(ids, routes=rows, followed=torch.arange(80) < 60)
-    check_scores(scores, expected)
-    live = engine.score(ids.tolist())
+    rows = rows_at_random(engine.routing_layout, 80)
+    rows[60:] = -1
+    scores, live = engine.score(ids.tolist(), rows), engine.score(ids.tolist())
+    check_scores(scores, reference(ids, routes=rows, followed=torch.arange(80) < 60)[0])
     assert float((live - scores)[1:].abs().max()) > 100 * TOLERANCE
 
 
@@ -243,15 +217,6 @@ def test_what_cannot_be_scored_is_refused(engine: AsyncVLLM) -> None:
 
 
 # -- recorded experts --------------------------------------------------------------------------------------------------
-def some_rows(layout: RoutingLayout, count: int, seed: int = 0) -> NDArray[Any]:
-    """Routes that no router would choose."""
-    rng = np.random.default_rng(seed)
-    rows = np.full((count, layout.num_layers, layout.top_k), -1, layout.numpy_dtype)
-    for layer in layout.moe_layers:
-        rows[:, layer] = rng.permuted(np.tile(np.arange(layout.num_experts), (count, 1)), axis=1)[:, : layout.top_k]
-    return rows
-
-
 def check_followed(reference: Reference, completion: Completion, rows: NDArray[Any] | None) -> None:
     """The engine recorded the rows that it followed, and transformers, which follows them too, finds its log-probs."""
     if rows is None:
@@ -289,7 +254,7 @@ def test_an_engine_follows_experts_that_it_would_not_choose(family: str, engine:
     layout, reference = engine.routing_layout, Reference(shelf.folder(family))
     assert layout is not None and engine.infos[0].forced_routing_unavailable_reason == ""
     prompts = [random_ids(seed, length).tolist() for seed, length in enumerate((40, 40, 200, 3, 40))]
-    rows: list[Any] = [some_rows(layout, count, seed) for seed, count in enumerate((40, 17, 200, 3))]
+    rows: list[Any] = [rows_at_random(layout, count, seed) for seed, count in enumerate((40, 17, 200, 3))]
     rows[2][np.random.default_rng(9).random(200) < 0.3] = -1
     completions = follow(engine, prompts, [*rows, None], n=2)
     for completion, one in zip(completions, [*rows, None], strict=True):
@@ -305,7 +270,7 @@ def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineS
     layout, reference = engine.routing_layout, Reference(shelf.folder("qwen3_moe"))
     assert layout is not None
     prompts = [random_ids(40 + seed, length).tolist() for seed, length in enumerate((60, 60, 200, 33))]
-    rows = [some_rows(layout, 60, 1), some_rows(layout, 0), some_rows(layout, 200, 2), some_rows(layout, 9, 3)]
+    rows = [rows_at_random(layout, count, count) for count in (60, 0, 200, 9)]
     asked = [one if len(one) else None for one in rows]
     for completion, one in zip(follow(engine, prompts, asked, n=2), asked, strict=True):
         check_followed(reference, completion, one)
@@ -320,7 +285,7 @@ def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineS
 def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     layout, reference = engine.routing_layout, Reference(shelf.folder("qwen3_moe"))
     assert layout is not None
-    rows, others = some_rows(layout, 300, 1), some_rows(layout, 300, 2)
+    rows, others = rows_at_random(layout, 300, 1), rows_at_random(layout, 300, 2)
     others[:128] = rows[:128]  # a block of the cache, and not the next one
     cached = []
     for one in (rows, rows.astype(np.int16), others, None, None):

@@ -82,9 +82,7 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
         ("logit_bias", {1: "x"}),
     ],
 )
-def test_what_no_completion_carries_or_no_engine_reads_is_refused_however_it_came(
-    wrap: Callable[..., Any], name: str, value: Any
-) -> None:
+def test_what_none_carries_or_reads_is_refused_however_it_came(wrap: Callable[..., Any], name: str, value: Any) -> None:
     dropped = rf"SamplingParams\({name}=.*\): a completion has the log-probs of its sampled tokens only"
     unread = rf"^sampling_params: Expected .* at `\$\.{name}"
     is_count = isinstance(value, int | list) and not isinstance(value, bool)
