@@ -29,7 +29,7 @@ from torchrl_moe.modules.backends.checkpoint import (
     load_tokenizer,
     tokenizer_files,
 )
-from torchrl_moe.modules.backends.engine import CALLER, Engine, WeightOwner, compare_log_probs
+from torchrl_moe.modules.backends.engine import CALLER, Engine, compare_log_probs
 from torchrl_moe.modules.backends.engine_kind import EngineKind, engine_kind, with_own_seed
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.replica import (
@@ -259,29 +259,6 @@ def test_the_rest_of_an_answer_follows_its_first_part() -> None:
         assert routes.of_part(request, output(routed_experts=recorded)) is None
 
 
-# -- claims ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("end", ["given up", "taken over"])
-def test_a_driver_that_lives_keeps_its_claim_until_it_ends(end: str) -> None:
-    owner = WeightOwner()
-    owner.check("a")  # nobody has claimed anything
-    assert not owner.holds("a")
-    for _ in range(2):
-        assert owner.claim("a", "first", takeover=False) == WeightClaim(granted=True, owner="first")
-        assert owner.claim("b", "second", takeover=False) == WeightClaim(granted=False, owner="first")
-    owner.check("a")
-    assert (owner.holds("a"), owner.holds("b")) == (True, False)
-    with pytest.raises(WeightSyncError, match="takes its weights from first now"):
-        owner.check("b")
-    if end == "given up":
-        owner.give_up("a")
-        with pytest.raises(WeightSyncError, match="takes its weights from a driver that is gone now"):
-            owner.check("b")
-    assert owner.claim("b", "second", takeover=end == "taken over").granted
-    assert (owner.holds("a"), owner.holds("b")) == (False, True)
-    with pytest.raises(WeightSyncError, match="takes its weights from second now"):
-        owner.check("a")
-
-
 # -- an engine's verbs about weights -----------------------------------------------------------------------------------
 class Halves(Engine):
     """Weights in two halves, loaded one after the other under a pause; it does nothing else."""
@@ -341,13 +318,17 @@ async def test_a_version_is_known_by_its_bytes_and_not_by_its_number() -> None:
     assert isinstance(second, StageReport) and second.digest == "digest 2"
 
 
+@pytest.mark.parametrize("end", ["given up", "taken over"])
 @in_loop
-async def test_a_driver_that_is_not_the_owner_changes_nothing() -> None:
+async def test_a_driver_that_is_not_the_owner_changes_nothing_until_the_claim_ends(end: str) -> None:
     engine = Halves()
     CALLER.set("owner")
-    assert (await engine.claim_weights("the owner", False)).granted
+    assert not await engine.owns_weights()  # nobody has claimed anything
     digest = (await engine.fetch()).digest
+    for _ in range(2):
+        assert await engine.claim_weights("the owner", False) == WeightClaim(granted=True, owner="the owner")
     CALLER.set("other")
+    assert await engine.claim_weights("the other", False) == WeightClaim(granted=False, owner="the owner")
     assert not await engine.owns_weights()
     await engine.give_up_weights()  # of a claim that it has not
     for refused in (engine.fetch(), engine.init_weights("memmap", {})):
@@ -359,6 +340,18 @@ async def test_a_driver_that_is_not_the_owner_changes_nothing() -> None:
     CALLER.set("owner")
     assert await engine.owns_weights()
     assert (await engine.load(digest)).error is None
+    if end == "given up":
+        await engine.give_up_weights()
+        CALLER.set("other")
+        with pytest.raises(WeightSyncError, match="takes its weights from a driver that is gone now"):
+            await engine.fetch()
+    CALLER.set("other")
+    assert (await engine.claim_weights("the other", end == "taken over")).granted
+    assert await engine.owns_weights()
+    CALLER.set("owner")
+    assert not await engine.owns_weights()
+    with pytest.raises(WeightSyncError, match="takes its weights from the other now"):
+        await engine.fetch()
 
 
 @pytest.mark.parametrize("offset", range(8))

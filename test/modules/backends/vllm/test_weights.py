@@ -89,9 +89,8 @@ def test_a_question_behind_a_long_queue_is_dropped_and_proves_nothing(monkeypatc
     engine = FakeLLM()
     assert ask(engine) == ask(engine, CANARY) == ""
     engine.hangs = True
-    assert ask(engine) == "the check of the new weights had no turn within 0.01 s"
-    assert ask(engine, CANARY) == "the check of the new weights had no turn within 0.02 s"
-    assert ask(engine, CANARY, seconds=0.005) == "the check of the new weights had no turn within 0.005 s"
+    for canary, seconds, waited in ((None, 60.0, "0.01"), (CANARY, 60.0, "0.02"), (CANARY, 0.005, "0.005")):
+        assert ask(engine, canary, seconds) == f"the check of the new weights had no turn within {waited} s"
     assert engine.log[-2:] == ["probe", ("abort", ["probe-3"])]
 
 
@@ -582,21 +581,15 @@ def trainer(engine: AsyncVLLM, shelf: EngineShelf, request: pytest.FixtureReques
     made.sender.shutdown()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param("deepseek_v3", marks=pytest.mark.engine("deepseek_v3")),
-        *(pytest.param(name, marks=[pytest.mark.engine(name), pytest.mark.parity]) for name in ("mixtral", "olmoe")),
-    ],
-)
-def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, trainer: Trainer) -> None:
+@pytest.mark.engine("deepseek_v3")
+def test_after_each_sync_the_engine_computes_what_the_trainer_does(trainer: Trainer) -> None:
     """Also where the correction biases alone change, so that other experts win; qwen3_moe is in test/weight_update."""
     trainer.assert_agrees(trainer.generate())
-    biases = [tensor for name, tensor in trainer.model.state_dict().items() if "correction_bias" in name]
     for seed in range(2):
-        if seed and biases:
-            for bias in biases:
-                bias.copy_(bias.flip(0) * 5)
+        if seed:
+            for name, bias in trainer.model.state_dict().items():
+                if "correction_bias" in name:
+                    bias.copy_(bias.flip(0) * 5)
         else:
             trainer.reference.change(seed)
         assert trainer.reference.distance(*trainer.generate()) > 100 * TOLERANCE  # the change is one that shows
@@ -604,7 +597,6 @@ def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, 
         completions = trainer.generate()
         trainer.assert_agrees(completions)
         assert all((output.policy_versions == report.version).all() for c in completions for output in c.outputs)
-        print(f"{family}: {report!r}, |dlogp| {trainer.reference.distance(*completions):.1e}")
 
 
 @pytest.mark.engine("qwen3_moe")
