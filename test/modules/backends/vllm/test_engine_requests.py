@@ -215,6 +215,7 @@ class HandEngine:
         self.room = 99  # how many answers run at a time
         self.canary: Exception | None = None
         self.adapters: dict[str, Any] = {}
+        self.priorities: dict[str, int] = {}
 
     @property
     def output_processor(self) -> Any:
@@ -230,7 +231,7 @@ class HandEngine:
             self.refused += 1
             raise RetryableRequestError("paused")
         self.asked.append(request_id)
-        self.adapters[request_id] = lora_request
+        self.adapters[request_id], self.priorities[request_id] = lora_request, priority
         if self.reading is not None:
             await self.reading.wait()
         ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt", "")
@@ -317,8 +318,9 @@ class Bench:
 
     async def start(self, name: str = "r", resume: Completion | None = None, **params: Any) -> None:
         ids = np.array(PROMPT, np.int32)
+        fields = {"prompt_token_ids": ids, "resume": resume, "priority": len(name)}
         given = SamplingParams(**{"max_tokens": 6, **params})
-        self.requests.start(Request(request_id=name, sampling_params=given, prompt_token_ids=ids, resume=resume))
+        self.requests.start(Request(request_id=name, sampling_params=given, **fields))
         await asyncio.sleep(0.002)
 
     async def swap(self, version: int, mode: Any = "abort", clear_cache: bool = False) -> None:
@@ -528,6 +530,7 @@ async def test_requests_keep_their_adapter_until_whole_weights_come(bench: Bench
     rest = {name: adapter for name, adapter in bench.engine.adapters.items() if "~" in name}
     assert sorted(name.split("~")[0] for name in rest) == ["late", "new", "old"]
     assert set(rest.values()) == {None}
+    assert all(priority == len(name.split("~")[0]) for name, priority in bench.engine.priorities.items())
     first = {name: adapter for name, adapter in bench.engine.adapters.items() if name not in rest}
     assert first == {"bare": None, "old": one, "own": own, "new": two, "late": two}
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}

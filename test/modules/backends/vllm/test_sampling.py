@@ -294,7 +294,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def part(raw: bytes, start: int, version: int, reason: str = "length", text: str | None = None) -> CompletionOutput:
-    """Tokens ``start`` to ``start + len(raw)`` of an answer; log-prob and row say the place, kept words the token."""
+    """Tokens ``start`` to ``start + len(raw)`` of an answer; log-prob and row say the place, kept ids the token."""
     places = np.arange(start, start + len(raw))
     rows = places + P - 1 if start else np.arange(P + len(raw) - 1)
     return CompletionOutput(

@@ -26,7 +26,7 @@ from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, RouterReplay, bisect_mismatch
 from torchrl_moe.modules.backends.replica import Completion
 
-ELSEWHERE = {"qwen3_moe", "mixtral", "olmoe", "deepseek_v3"}  # in test_forced_routing.py
+ELSEWHERE = {"qwen3_moe", "mixtral", "olmoe", "deepseek_v3"}  # in test_real_engine.py
 PARAMS = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True}
 ONCE = FaultPolicy(restart=False, attempts=1)
 ROUNDED = 0.05
