@@ -201,6 +201,7 @@ def test_defaults_of_ours(moe: str) -> None:
         built = build_engine_args({"model": moe, "worker_extension_cls": same})
         assert {name: getattr(built, name) for name in ours} == ours
         assert built.aux_output_config.enable_return_routed_experts is True
+    assert not build_engine_args({"model": moe, "logprobs_mode": "raw_logprobs"}).return_sampling_mask
 
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

@@ -370,10 +370,11 @@ def check(output: CompletionOutput, *versions: int) -> None:
 async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(bench: Bench, seed: int) -> None:
     """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
     rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
-    versions, dropped = itertools.count(1), False
+    versions, dropped, asked = itertools.count(1), False, dict[str, int]()
 
     def check_all(completions: Iterable[Completion]) -> None:
         for completion in completions:
+            assert len(completion.outputs) == asked[completion.request_id]
             for output in completion.outputs:
                 made_by = output.policy_versions.tolist()
                 assert made_by == sorted(made_by) and not failed.intersection(made_by)
@@ -382,6 +383,7 @@ async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place
 
     async def start(bench: Bench) -> None:
         name, n = f"r{next(names)}", rng.randint(1, 3)
+        asked[name] = n
         guided = {"structured_outputs": GRAMMAR} if rng.random() < 0.3 else {}  # cannot continue: starts again
         resume = had(*(rng.randint(0, 4) for _ in range(n))) if rng.random() < 0.4 else None
         if rng.random() < 0.2 and bench.engine.reading is None:

@@ -219,6 +219,7 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert params.routed_experts_prompt_start == 3  # nobody asked for them
     assert params.extra_args == {"mine": 1}  # at temperature 1, over all words, there is nothing to adjust
     assert (asked.prompt_logprob_token_ids, asked.extra_args) == (None, {"mine": 1})
+    assert scoring_params(asked, Scoring(), np.array([5, 6])).prompt_logprob_token_ids.tolist() == [[6]]
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
     for params in (asked, SimpleNamespace(extra_args=None)):
         assert adjusted(LOGITS, params, 0) is LOGITS
