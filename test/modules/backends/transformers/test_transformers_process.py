@@ -331,10 +331,11 @@ def test_what_it_does_not_serve_is_refused_by_name_and_it_continues(second_engin
 
 # -- one process from the inside --------------------------------------------------------------------------------------
 class Inbox:
-    """A driver that says nothing."""
+    """The driver's messages: it says nothing, and the process ends itself by one."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[link.Message] = asyncio.Queue()
+        self.put = self.messages.put_nowait
 
 
 def test_a_probe_says_whether_a_step_ends_in_time(plain: Loaded) -> None:
