@@ -44,26 +44,22 @@ def turns(*samples: list[float]) -> Any:
     return lazy_stack([TensorDict({"group_id": 3, "next": {"reward": [[r]], "done": [end]}, **ids}) for r, end in rows])
 
 
-def test_a_group_whose_rewards_differ_has_a_signal() -> None:
+def test_a_group_whose_samples_rewards_differ_has_a_signal() -> None:
     keeps = SignalFilter(4)
     assert [keeps(group(*rewards)) for rewards in ((0.0, 1.0), (1.0, 1.0), (0.5, 0.5, 0.4))] == [True, False, True]
-
-
-def test_turns_are_summed_first() -> None:
-    keeps = SignalFilter(4)
+    # turns are summed first
     assert not keeps(turns([0.0, 1.0], [0.0, 1.0])) and not keeps(turns([1.0, 0.0], [0.0, 1.0]))
     assert keeps(turns([1.0, 0.0], [1.0, 1.0]))
 
 
-def test_many_in_a_row_are_logged_and_one_with_a_signal_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
-    keeps = SignalFilter(1)
-    for _ in range(9):
-        keeps(group(1.0, 1.0))
-    keeps(group(1.0, 0.0))
-    for _ in range(9):
-        keeps(group(1.0, 1.0))
+def test_many_without_one_in_a_row_are_logged_and_one_with_a_signal_ends_the_row(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keeps, uniform = SignalFilter(1), group(1.0, 1.0)
+    for one in (*[uniform] * 9, group(1.0, 0.0), *[uniform] * 9):
+        keeps(one)
     assert caplog.text == ""
-    keeps(group(1.0, 1.0))
+    keeps(uniform)
     assert "the last 10 groups were left out" in caplog.text
 
 
