@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pytest import MonkeyPatch
 
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict
@@ -97,9 +98,7 @@ def test_a_file_of_another_ending_is_to_be_renamed(tmp_path: Path) -> None:
         load_config(tmp_path / "mine.yml")
 
 
-def test_a_file_builds_on_a_configuration_and_functions_may_lie_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_builds_on_another_and_functions_lie_beside_it(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = "defaults: [tiny_cpu, _self_]\ndata: {rewards: ['rewards_beside_it:letters']}\n"
     (tmp_path / "mine.yaml").write_text(text)

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
+from pytest import MonkeyPatch
 
 from support.shared_training import changed as with_changes
 from support.values import VALUES
@@ -81,7 +82,7 @@ def test_an_invalid_value_is_refused_by_its_name(name: str) -> None:
         ({"optim": {"lrr": 1}}, "there is no setting .*lr"),
     ],
 )
-def test_settings_that_do_not_go_together_and_names_that_are_none_are_refused(
+def test_settings_that_do_not_go_together_are_refused_as_names_that_are_none(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -156,7 +157,7 @@ def test_numbers_in_texts_are_read_as_hydra_reads_them() -> None:
     assert (config.rollout.temperature, config.rollout.group_size, type(config.rollout.group_size)) == (1.0, 4, int)
 
 
-def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_home_folder_is_found(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = GRPOConfig(out="~/run")
     config.model.source, config.data.source = "~/model", "~/rows.jsonl"
@@ -174,9 +175,7 @@ def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ("run_record", "rich.table", "the trainer's tables need rich"),
     ],
 )
-def test_without_what_an_extra_brings_the_extra_is_named(
-    name: str, missing: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_extra_is_named(name: str, missing: str, message: str, monkeypatch: MonkeyPatch) -> None:
     for module in ("plan", name):
         monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)

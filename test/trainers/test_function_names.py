@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 
@@ -37,7 +38,7 @@ def test_what_is_not_there_is_one_clear_line(name: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_module_that_fails_to_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_to_import_says_why(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, line, said in (
         ("half_of_a_module", "from math import nothing_there", "ImportError: cannot import name 'nothing_there'"),
@@ -51,7 +52,7 @@ def test_a_module_that_fails_to_import_says_why(tmp_path: Path, monkeypatch: pyt
             import_function(f"{name}:f")
 
 
-def test_the_current_folder_comes_before_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_comes_before_what_is_installed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "yaml_of_mine.py").write_text("def f(): return 'mine'")

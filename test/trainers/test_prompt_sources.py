@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from support.data_sets import FakeDataset, FakeDatasetDict, FakeStream
 from torchrl_moe.collectors.prompt_stream import PromptStream
@@ -39,7 +40,7 @@ def number():
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(tmp_path: Path, monkeypatch: MonkeyPatch) -> str:
     """A module of the user's."""
     (tmp_path / "task_of_a_user.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -77,9 +78,7 @@ def write(file: Path, *lines: Any) -> Path:
     return file
 
 
-def test_a_file_of_objects_has_any_name_and_a_folder_of_them_the_order_of_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_has_any_name_and_a_folder_the_order_of_names(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     rows = [*ROWS, {"prompt": [{"role": "user", "content": "ä"}], "tests": [1, None, 2.5]}]
     file = write(tmp_path / "rows.txt", *rows[:2], "", *rows[2:])
     write(tmp_path / "b.jsonl", ROWS[2], ROWS[3])
@@ -109,7 +108,7 @@ def test_an_error_names_file_and_line(tmp_path: Path, lines: list[Any], message:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     frame = pytest.importorskip("pandas").DataFrame({"prompt": ["1+1="]})
     (tmp_path / "rows.csv").write_text("prompt\n1+1=\n")
@@ -152,9 +151,7 @@ def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch
         ("stream", None, 2, None), ("splits", None, 1, 1),
     ],
 )  # fmt: skip
-def test_what_a_function_returns(
-    module: str, function: str, arguments: dict[str, Any] | None, train: int, held_out: int | None
-) -> None:
+def test_what_a_function_returns(module: str, function: str, arguments: Any, train: int, held_out: Any) -> None:
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     expected = None if held_out is None else rows[len(rows) - held_out :]
     assert read_source(f"{module}:{function}", arguments) == (rows[:train], expected)
@@ -171,7 +168,7 @@ def test_a_function_that_returns_no_rows(module: str) -> None:
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------
-def test_any_other_text_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_text_is_a_name_on_the_hub(monkeypatch: MonkeyPatch) -> None:
     asked = []
     hub = ModuleType("datasets")
 
@@ -301,6 +298,8 @@ def test_a_missing_column_is_named_with_those_there_are() -> None:
         load_prompts([{}])
     with pytest.raises(ValueError, match="columns must be named by text, got 'prompt', 3"):
         PromptSet([{"prompt": "a", 3: "b"}], [], "prompt")  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="there are no rows to train on"):
+        PromptSet([], TWENTY, "prompt")
 
 
 # -- for a collector --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import LogCaptureFixture, MonkeyPatch
 
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig
@@ -46,7 +47,7 @@ class Sums:
 
 
 @pytest.fixture
-def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+def gym(monkeypatch: MonkeyPatch) -> None:
     package: Any = ModuleType("reasoning_gym")
 
     def extract_answer(text: str) -> str | None:
@@ -99,7 +100,7 @@ def test_no_held_out_question_is_trained_on() -> None:
 
 
 @pytest.mark.usefixtures("gym")
-def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all(caplog: LogCaptureFixture) -> None:
     (row,) = rows_of("train", size=1, held_out=0)
     right = row["answer"]
     for completion in (right, f" {right}\n", f"I think <answer> {right} </answer>, or 5"):
@@ -157,7 +158,7 @@ def test_a_run_takes_data_and_reward_from_the_task() -> None:
             check(wrong, Given())  # the first of them before a model is loaded
 
 
-def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match="pip install reasoning-gym"):
         reasoning_rows("reasoning_gym:chain_sum")

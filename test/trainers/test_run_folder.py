@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from torchrl_moe.trainers.checkpoints import exchange, recover
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
@@ -39,7 +40,7 @@ def test_what_a_kill_left_between_two_renamings_is_put_back(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("older", ["run", ".run.older"])
-def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: str) -> None:
+def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: MonkeyPatch, older: str) -> None:
     """Where a kill left it, too."""
     folder(tmp_path / older, "old")
     draft, replace = folder(tmp_path / ".draft", "new"), os.replace

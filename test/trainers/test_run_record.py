@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 from rich.console import Console
 from tensordict import NonTensorData, TensorDict
 from torchrl.data.llm import History
@@ -74,9 +75,7 @@ def test_a_row_goes_to_the_file_and_every_figure_to_the_loggers(tmp_path: Path) 
     assert record.column("reward") == [0.5] and record.column("mismatch_kl") == []
 
 
-def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(tmp_path: Path, caplog: LogCaptureFixture) -> None:
     class Unreachable(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             raise RuntimeError("the server is gone")
@@ -177,7 +176,7 @@ def test_a_sign_is_seen_and_what_is_near_it_is_not(columns: dict[str, list[Any]]
     assert [message in text for text in found] == ([True] if message else [])
 
 
-def test_a_sign_is_logged_once_and_again_after_it_had_gone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sign_is_logged_once_and_again_after_it_had_gone(caplog: LogCaptureFixture) -> None:
     monitor = HealthMonitor()
     high, low = rows(truncated=[1.0] * 5), rows(truncated=[0.0] * 5)
     assert [len(monitor.check(part)) for part in (high, high, low, high)] == [1, 0, 0, 1]
@@ -196,7 +195,7 @@ def text_of(rows: list[dict[str, Any]], held_out: float | None = 0.75) -> str:
     return stream.getvalue()
 
 
-def test_the_numbers_are_those_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_numbers_are_those_of_the_rows(capsys: CaptureFixture[str]) -> None:
     rows = [step_row(step) for step in range(10)]
     rows[0] |= {"held_out_reward": 0.5, "dlogp_live": 0.013, "agreement": 0.8}  # means 0.0049 and 0.89
     rows[4] |= {"held_out_reward": 0.6}
@@ -255,7 +254,7 @@ def config(tmp_path: Path) -> GRPOConfig:
     return fake_config(tmp_path / "run", 30)
 
 
-def test_loggers_by_name(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_by_name(config: GRPOConfig, monkeypatch: MonkeyPatch) -> None:
     assert make_loggers(config) == []
     config.log.loggers = ["csv"]
     (logger,) = make_loggers(config)
@@ -297,9 +296,7 @@ def test_a_model_in_the_folder_is_not_to_be_removed(config: GRPOConfig, tmp_path
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_older_run_is_forgotten_not_before_the_first_step(
-    config: GRPOConfig, tmp_path: Path, overwrite: bool
-) -> None:
+def test_an_older_run_is_forgotten_by_the_first_step(config: GRPOConfig, tmp_path: Path, overwrite: bool) -> None:
     folder = tmp_path / "run"
     for name in ("checkpoints/step-000000000002", "start-0000001d", "start-0000003e", "model"):
         (folder / name).mkdir(parents=True)
