@@ -671,6 +671,7 @@ def test_a_step_may_finish_until_a_second_signal_or_its_deadline(
 ) -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), finishing(lambda: done.append("asked"), lambda: done.append("-"), seconds):
+        assert (signal.getsignal(signal.SIGINT) is signal.default_int_handler) == (seconds == 0)
         for _ in range(signals):
             signal.raise_signal(signal.SIGINT)
         if seconds < 1:
