@@ -136,6 +136,23 @@ def test_a_fault_on_purpose_is_noticed(run: Make, fault: Any) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.soak
+def test_advantages_of_other_answers_teach_nothing(first_run: MoEGRPOTrainer, tmp_path: Path) -> None:
+    config = short(tmp_path, "hooks=[torchrl_moe.testing.fake_engine:shuffle_advantages]")
+    with MoEGRPOTrainer(config=config, engine=first_run.rollout_engine.engine) as trainer:
+        trainer.train()
+    assert "learning" in failed_checks(rows_of(tmp_path))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("replay", ["R2", pytest.param("none", marks=pytest.mark.soak)])
+def test_other_ways_to_route(run: Make, replay: str) -> None:
+    trainer = run("steps=1", f"loss.replay={replay}")
+    trainer.train()
+    assert max(numbers(rows_of(trainer.record.folder), "dlogp_max")) <= DLOGP_BOUND
+
+
+@pytest.mark.engine
 def test_generation_continues_while_the_trainer_trains(run: Make) -> None:
     """Each sync asks the engine for log-probs of a fixed prompt and compares them with the model's."""
     trainer = run(
