@@ -80,7 +80,7 @@ def test_each_row_is_a_row_and_without_pandas_the_extra_is_named(monkeypatch: Mo
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0, "0"), (2.0, "2"), (0.12345, "0.1235"), (1e20, "1e+20"), (float("inf"), "inf"), (-3.5, "-3.5")],
+    [(0, "0"), (2.0, "2"), (0.12345, "0.1235"), (1e20, "1e+20"), (float("inf"), "inf"), (-3.5, "-3.5"), (None, "–")],
 )
 def test_a_number(value: float | None, expected: str) -> None:
     assert number_text(value) == expected

@@ -1,6 +1,6 @@
 """vLLMWrapper over a fake engine: every key in every mode, whatever goes in; and what it refuses.
 
-The values of single answers are checked by hand in ``test_rollout.py``, real ones in ``test_policy_parity.py``.
+The values of single answers are checked by hand in ``test_rollout.py``, real ones in ``test_policy_sampling.py``.
 """
 
 from __future__ import annotations
