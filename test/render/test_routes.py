@@ -118,6 +118,11 @@ def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypat
 
 
 # -- kept numbers -----------------------------------------------------------------------------------------------------
+def test_counts_by_hand() -> None:
+    sizes, sampled = torch.tensor([[0, 3, -2], [0, 0, 1]], dtype=torch.int32), torch.tensor([[False, True, True]] * 2)
+    np.testing.assert_array_equal(kept_counts(sizes, sampled, 10), [3, 8, 10, 1])
+
+
 def test_every_count_lies_in_a_bin() -> None:
     for vocabulary in (1, 2, 3, 4, 5, 255, 256, 257):
         counts = np.arange(1, vocabulary + 1)

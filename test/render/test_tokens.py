@@ -85,8 +85,10 @@ def test_pads_are_left_out() -> None:
     for key in (("tokens", "full"), ("tokens", "prompt"), ("log_probs", "full"), ("policy_versions", "full")):
         row[key] = torch.cat([row[key][:1], row[key][:1], row[key]])
     row["masks", "all_attention_mask"] = torch.tensor([False, False, True, True, True])
-    (sample,) = read(row)
-    assert [(token.text, token.part) for token in sample.shown] == [("a", "prompt"), ("b", "prompt"), ("c", "response")]
+    for known in (row, row.exclude("policy_versions")):
+        (sample,) = read(known)
+        shown = [(token.text, token.part, token.log_prob) for token in sample.shown]
+        assert shown == [("a", "prompt", None), ("b", "prompt", None), ("c", "response", -0.5)]
 
 
 @pytest.mark.parametrize(
