@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import logging
 import os
@@ -14,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from support.sources import ROOT
 from torchrl_moe.cli import main as module
-from torchrl_moe.cli.command import Command, Output
+from torchrl_moe.cli.command import Command, NamedStream, Output
 from torchrl_moe.cli.main import COMMANDS, main
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "torchrl", "tensordict", "numpy", "hydra", "rich")
@@ -47,22 +50,19 @@ print(json.dumps([loaded, [name for name in {HEAVY!r} if name in sys.modules]]))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_every_command_has_help_with_examples(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_examples_that_can_be_typed(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command.name, "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert all(line in shown for line, _ in command.examples) and len(command.examples) >= 3
     assert "--json" in shown and "--traceback" in shown and "exit codes: 0 fine" in shown
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_every_example_can_be_typed(command: Command) -> None:
-    parser = module._parser()
     for line, _ in command.examples:
         words = line.split()
         words = words[words.index("torchrl_moe.cli") + 1 :] if words[0] == "torchrun" else words[1:]
-        assert parser.parse_args(words).command == command.name
+        assert module._parser().parse_args(words).command == command.name
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,6 @@ def test_every_example_can_be_typed(command: Command) -> None:
         ([], ""),
         (["dance"], "invalid choice: 'dance'"),
         (["doctor", "--fast"], "doctor does not know --fast: see torchrl-moe doctor --help"),
-        (["train", "--fast"], "train does not know --fast"),
         (["doctor", "tiny", "more"], "doctor does not know more"),
         (["probe"], "the following arguments are required: MODEL"),
         (["probe", "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
@@ -118,22 +117,17 @@ def test_an_error_is_one_line_unless_its_traceback_is_asked_for(
     assert err.startswith("Traceback") and err.endswith(line)
 
 
-def test_an_interrupt_is_one_line(acting: Act, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_one_line_and_json_is_all_there_is_on_stdout(
+    acting: Act, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted() -> int:
+        print("a library says hello")
         raise KeyboardInterrupt
 
     acting(interrupted)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "torchrl-moe doctor: interrupted; nothing was left running\n"
-
-
-def test_json_is_all_there_is_on_stdout(acting: Act, capsys: pytest.CaptureFixture[str]) -> None:
-    def chat() -> int:
-        print("a library says hello")
-        return 0
-
-    acting(chat)
-    assert main(["doctor", "--json"]) == 0 and capsys.readouterr() == ("", "a library says hello\n")
+    assert main(["doctor", "--json"]) == 130
+    said = "a library says hello\ntorchrl-moe doctor: interrupted; nothing was left running\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
@@ -169,3 +163,26 @@ def test_a_full_standard_output_is_named() -> None:
         assert done.returncode == 1
         said = "standard output cannot be written to (No space left on device): redirect it to a place with room"
         assert done.stderr == f"torchrl-moe train: {said}\n"
+
+
+def test_a_result_is_text_or_json() -> None:
+    text, data = io.StringIO(), io.StringIO()
+    Output(text, is_json=False).show("two words", {"words": 2})
+    Output(data, is_json=True).show("two words", {"words": 2, 3: [float("inf"), (1.5, float("nan"))], "none": None})
+    assert text.getvalue() == "two words\n"
+    assert json.loads(data.getvalue()) == {"words": 2, "3": [None, [1.5, None]], "none": None}
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_of_a_named_stream_names_it() -> None:
+    named, lines = NamedStream(FullDisk(), "the result"), NamedStream(io.StringIO(), "lines")
+    for write in (lambda: print("a", file=named, flush=True), lambda: Console(file=named).print("a")):
+        with pytest.raises(OSError, match=r"No space left on device: 'the result'$") as caught:
+            write()
+        assert caught.value.errno == errno.ENOSPC
+    print("a", file=lines, flush=True)
+    assert lines.getvalue() == "a\n" and not lines.isatty()

@@ -9,22 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.main import main
-from torchrl_moe.cli.models import config_of, explain, load, model_folder, narrow, try_replay
+from torchrl_moe.cli.models import config_of, explain, load, model_folder, try_replay
 from torchrl_moe.errors import ReplicaDiedError, RequestRefusedError
 from torchrl_moe.testing import make_tiny_moe
-
-QWEN = "Qwen/Qwen3-30B-A3B"
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    """The configuration of a model of 48 layers and 30 billion parameters, which is kept in the package."""
-    return config_of(QWEN)
 
 
 def test_the_tiny_model_is_made_and_removed() -> None:
@@ -43,19 +34,21 @@ def test_a_folder_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.Mo
         assert folder == "tiny"
 
 
-def test_a_wrong_path_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for source, said in [
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
         ("./none", "there is no folder './none'"),
-        (str(tmp_path / "none"), "there is no folder"),
+        ("{}/none", "there is no folder"),
         ("a/b/c", "there is no folder 'a/b/c': name one that holds config.json, a hub name, or tiny"),
         ("", "there is no folder ''"),
-        (str(tmp_path), "holds no model: it has no config.json"),
-        (str(tmp_path / "file"), "is a file: name the folder"),
-    ]:
-        with pytest.raises(BadUse, match="") as caught, model_folder(source):
-            pass
-        assert said in str(caught.value)
+        ("{}", "holds no model: it has no config.json"),
+        ("{}/file", "is a file: name the folder"),
+    ],
+)
+def test_a_wrong_path_says_what_to_do(source: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadUse, match=said), model_folder(source.format(tmp_path)):
+        pass
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(
@@ -84,9 +77,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
 
 
 def test_a_configuration_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         BadUse, match=r"the hub gave no configuration of 'no/such-model' \(.*without a network, name a folder"
     ):
@@ -103,56 +94,41 @@ def test_weights_that_are_not_there_are_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-# -- a narrow model of the same routers --------------------------------------------------------------------------------
-def test_a_narrow_model_has_the_routers_of_the_wide_one(qwen: Any) -> None:
-    small = narrow(qwen)
-    assert (qwen.num_hidden_layers, qwen.moe_intermediate_size) == (48, 768)  # not changed
-    assert (small.num_hidden_layers, small.moe_intermediate_size, small.vocab_size) == (2, 16, 64)
-    assert (small.num_experts, small.num_experts_per_tok, small.hidden_size) == (128, 8, 2048)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small)
-    assert sum(weight.numel() for weight in model.parameters()) < 70e6  # of 30.5e9
+# -- whether it can be replayed ---------------------------------------------------------------------------------------
+def sizes(kind: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(kind, **{"hidden_size": 64, "num_hidden_layers": 4, **changes})
 
 
-def test_layers_are_kept_until_two_have_experts() -> None:
-    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[0, 1, 2])
-    assert narrow(config).num_hidden_layers == 5
-    deep = AutoConfig.for_model("deepseek_v3", first_k_dense_replace=3)
-    assert (narrow(deep).first_k_dense_replace, narrow(deep).num_hidden_layers) == (1, 3)
-    typed = AutoConfig.for_model("gpt_oss", num_hidden_layers=6)
-    assert len(typed.layer_types) == 6 and len(narrow(typed).layer_types) == 2
+@pytest.mark.parametrize(
+    ("config", "answer", "why"),
+    [
+        (lambda: make_tiny_moe("qwen3").config, False, "it is a dense model"),
+        (lambda: sizes("phimoe", num_attention_heads=2, num_key_value_heads=2), False, "sparsemixer"),
+        (lambda: sizes("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[0, 1, 2]), True, ""),
+        (lambda: sizes("deepseek_v3", num_hidden_layers=20, first_k_dense_replace=9), True, ""),
+        (lambda: sizes("gpt_oss", num_hidden_layers=6), True, ""),  # it has a list with an entry for each layer
+        # the first layers of a hybrid have no attention, and cannot run by themselves
+        (lambda: sizes("qwen3_next", num_hidden_layers=48), True, ""),
+        (lambda: AutoConfig.for_model("qwen3_moe", num_experts=1 << 16, num_experts_per_tok=2), None, "billion param"),
+        (lambda: sizes("qwen3_moe", num_key_value_heads=0), None, "cannot be built or run: "),
+    ],
+    ids=["dense", "another router", "dense first", "many dense first", "typed", "hybrid", "too large", "broken"],
+)
+def test_a_narrow_model_of_the_same_code_is_tried(config: Any, answer: bool | None, why: str) -> None:
+    found = try_replay(config())
+    assert found.answer is answer and why in found.why, found.why
 
 
-def test_a_large_model_can_be_replayed(qwen: Any) -> None:
-    found = try_replay(qwen)
-    assert (found.answer, found.why) == (True, "") and found.routers == "softmax, normalised; 8 of 128 experts"
+def test_a_large_model_can_be_replayed() -> None:
+    """Of 48 layers and 30 billion parameters; the package has its configuration."""
+    config = config_of("Qwen/Qwen3-30B-A3B")
+    found = try_replay(config)
+    assert (found.answer, found.why, found.routers) == (True, "", "softmax, normalised; 8 of 128 experts")
     assert (found.top_k, found.num_experts) == (8, 128)
+    assert (config.num_hidden_layers, config.moe_intermediate_size) == (48, 768)  # not changed
 
 
-def test_a_dense_model_and_a_router_that_cannot_be_replayed_are_named() -> None:
-    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    dense, odd = make_tiny_moe("qwen3").config, AutoConfig.for_model("phimoe", **small)
-    for config, why in ((dense, "it is a dense model"), (odd, "sparsemixer")):
-        found = try_replay(config)
-        assert found.answer is False and why in found.why
-
-
-def test_a_hybrid_gets_the_layers_that_it_needs() -> None:
-    """Its first layers have no attention, and cannot run by themselves."""
-    found = try_replay(AutoConfig.for_model("qwen3_next", hidden_size=64, num_hidden_layers=48))
-    assert found.answer is True, found.why
-
-
-def test_what_cannot_be_tried_is_no_verdict() -> None:
-    config = AutoConfig.for_model("qwen3_moe", num_experts=1 << 16, num_experts_per_tok=2)
-    found = try_replay(config)
-    assert found.answer is None and "billion parameters" in found.why
-    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2)
-    config.num_attention_heads = 0
-    found = try_replay(config)
-    assert found.answer is None and "cannot be built or run: " in found.why
-
-
+# -- errors -----------------------------------------------------------------------------------------------------------
 def raised_from(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error

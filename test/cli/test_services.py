@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -22,7 +22,6 @@ from support.clusters import ClusterHolder
 from support.engines import EngineShelf
 from support.sources import ROOT
 from torchrl_moe.cli import services
-from torchrl_moe.cli import services as engines
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.main import main
 from torchrl_moe.cli.services import Exported, LocalDriver, connected, local_drivers, started, table
@@ -31,26 +30,23 @@ from torchrl_moe.testing import FakeAsyncVLLM
 
 
 @contextmanager
-def serving(text: str) -> Iterator[str]:
-    """Serve a text over HTTP; gives its address."""
+def answering(answer: bytes) -> Iterator[str]:
+    """A port that sends this to who comes; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
+        def send() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1000)
+                client.sendall(answer)
 
-        def log_message(self, *args: Any) -> None:
-            """Say nothing."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=send)
         thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/metrics"
-        finally:
-            server.shutdown()
-            thread.join()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        thread.join()
+
+
+OK = b"HTTP/1.0 200 OK\r\n\r\n"
 
 
 # -- what a driver exports --------------------------------------------------------------------------------------------
@@ -58,7 +54,7 @@ def test_exported_metrics_are_the_rows_of_stats() -> None:
     with FakeAsyncVLLM(num_replicas=2) as engine:
         engine.generate(["a", "b", "c"], {"max_tokens": 4}, use_tqdm=False)
         rows, text = engine.stats(), engine.prometheus()
-    with serving(text) as url:
+    with answering(OK + text.encode()) as url:
         found = Exported(url).stats()
     shared = {"replica", "state", "version", "inflight", "restarts", "requests", "running", "cache_usage", "hit_rate"}
     assert [{key: row[key] for key in shared} for row in found] == [{key: row[key] for key in shared} for row in rows]
@@ -74,26 +70,16 @@ def test_an_address_that_does_not_answer(url: str, said: str) -> None:
         Exported(url).stats()
 
 
-def test_an_address_of_something_else() -> None:
-    with serving("up 1\n") as url, pytest.raises(BadUse, match="there are no replicas in it: export them"):
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (OK + b"up 1\n", "there are no replicas in it: export them"),
+        (b"SSH-2.0-OpenSSH\r\n", r"nothing answers there \(SSH-2\.0-OpenSSH"),
+    ],
+)
+def test_an_address_of_something_else(answer: bytes, said: str) -> None:
+    with answering(answer) as url, pytest.raises(BadUse, match=said):
         Exported(url).stats()
-
-
-def test_a_port_that_speaks_no_http() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
-
-        def answer() -> None:
-            client, _ = server.accept()
-            with client:
-                client.recv(1000)
-                client.sendall(b"SSH-2.0-OpenSSH\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(BadUse, match=r"nothing answers there \(SSH-2\.0-OpenSSH"):
-            Exported(url).stats()
-        thread.join()
 
 
 # -- services that live in their drivers ------------------------------------------------------------------------------
@@ -111,10 +97,6 @@ def test_a_driver_is_seen_by_others_and_not_by_itself(second_engine: AsyncVLLM) 
     assert found[os.getpid()]["command"] == " ".join(psutil.Process().cmdline())
 
 
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise ConnectionError("none runs here")
-
-
 @pytest.mark.parametrize("drivers", [[], [LocalDriver(12, "python train.py", 3)]])
 @pytest.mark.parametrize("has_ray", [True, False])
 def test_without_a_cluster_the_option_for_other_services_is_named(
@@ -123,7 +105,7 @@ def test_without_a_cluster_the_option_for_other_services_is_named(
     monkeypatch.setattr(services, "find_spec", lambda name: has_ray or None)
     monkeypatch.setattr(services, "local_drivers", lambda: drivers)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("ray.init", refuse)
+    monkeypatch.setattr("ray.init", MagicMock(side_effect=ConnectionError("none runs here")))
     with pytest.raises(BadUse) as caught, connected(None, None):
         pass
     said = str(caught.value)
@@ -138,14 +120,7 @@ URL = ["top", "--url", "http://localhost:9000/metrics"]
 
 def exporting(monkeypatch: pytest.MonkeyPatch, *answers: list[dict[str, Any]]) -> None:
     """Have ``--url`` give these rows, one after the other, then a Ctrl-C."""
-    left = list(answers)
-
-    def stats(self: Exported) -> list[dict[str, Any]]:
-        if not left:
-            raise KeyboardInterrupt
-        return left.pop(0)
-
-    monkeypatch.setattr(Exported, "stats", stats)
+    monkeypatch.setattr(Exported, "stats", MagicMock(side_effect=[*answers, KeyboardInterrupt]))
 
 
 def test_a_line_for_each_replica() -> None:
@@ -201,36 +176,28 @@ def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
 ) -> None:
     arguments: dict[str, Any] = {"engine": "transformers", "backend": "ray", "name": "found", "max_model_len": 64}
     with AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), num_replicas=2, **arguments) as engine:
-        look_for(engine, capsys)
+        for name in (["found"], []):
+            assert main(["top", *name, "--once", "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert found["service"] == "found"
+            assert [row["state"] for row in found["replicas"]] == ["SERVING", "SERVING"]
+        assert main(["top", "none", "--once"]) == 2
+        said = capsys.readouterr().err
+        assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'found' (2 replica(s))." in said
+        assert engine.ready()  # it keeps running
 
 
-def look_for(engine: AsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in (["found"], []):
-        assert main(["top", *name, "--once", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["service"] == "found"
-        assert [row["state"] for row in found["replicas"]] == ["SERVING", "SERVING"]
-    assert main(["top", "none", "--once"]) == 2
-    said = capsys.readouterr().err
-    assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'found' (2 replica(s))." in said
-    assert engine.ready()  # it keeps running
-
-
+# -- engines that a command starts ------------------------------------------------------------------------------------
 def config(family: str = "qwen3_moe", positions: int = 512) -> Any:
     text = SimpleNamespace(max_position_embeddings=positions)
     return SimpleNamespace(model_type=family, get_text_config=lambda: text)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    calls: list[tuple[Any, dict[str, Any]]] = []
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args[0], kwargs))
-        return contextlib.nullcontext("an engine")
-
-    monkeypatch.setattr(AsyncVLLM, "from_pretrained", start)
-    return calls
+def start(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    made = MagicMock(return_value=contextlib.nullcontext("an engine"))
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -238,21 +205,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     [(("qwen3_moe", 512), "float32", ["max_model_len=64"], 64), (("deepseek_v3", 1 << 20), "bfloat16", [], 2048)],
 )
 def test_an_engine_is_small_unless_told_otherwise(
-    asked: Any, of: Any, dtype: str, given: list[str], length: int
+    start: MagicMock, of: Any, dtype: str, given: list[str], length: int
 ) -> None:
     """Memory and kernels are left to where engines are built."""
     with started("m", config(*of), "vllm", dtype, given) as engine:
         assert engine == "an engine"
-    assert asked == [("m", {"engine": "vllm", "dtype": dtype, "max_model_len": length, "enforce_eager": True})]
+    start.assert_called_once_with("m", engine="vllm", dtype=dtype, max_model_len=length, enforce_eager=True)
 
 
-def test_without_vllm_another_engine_is_named(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    with (
-        pytest.raises(BadUse, match=r"torchrl_moe\[vllm\].*--engine transformers"),
-        started("m", config(), "vllm", "x", []),
-    ):
+def test_without_vllm_another_engine_is_named(start: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "find_spec", lambda name: None)
+    said = r"torchrl_moe\[vllm\].*--engine transformers"
+    with pytest.raises(BadUse, match=said), started("m", config(), "vllm", "x", []):
         pass
     with started("m", config(), "transformers", "float32", []):
         pass
-    assert asked == [("m", {"engine": "transformers", "dtype": "float32", "max_model_len": 512})]
+    start.assert_called_once_with("m", engine="transformers", dtype="float32", max_model_len=512)

@@ -1,6 +1,6 @@
 """What replay is for: bf16 rollouts of a real engine, on the tokens for which trainer and engine route differently.
 
-``test_parity.py`` proves the mapping in float32, where there is nothing to gain.
+``test_policy_sampling.py`` proves the mapping in float32, where there is nothing to gain.
 """
 
 from __future__ import annotations

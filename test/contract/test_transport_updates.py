@@ -57,13 +57,90 @@ def fleet(connect: Connect) -> Fleet:
     return fleets(connect)
 
 
-# -- failures of the swap ---------------------------------------------------------------------------------------------
-def test_a_swap_that_fails_once_is_tried_again(fleet: Fleet) -> None:
+# -- what succeeds ----------------------------------------------------------------------------------------------------
+def test_every_replica_gets_the_weights_and_the_version(fleet: Fleet) -> None:
+    engine, sender = fleet(3)
+    for number in (1, 2, 3):
+        report = sender.update_weights(weights(10 * number))
+        assert (report.version, sender.version, report.failed) == (number, number, {})
+        assert (engine.versions, engine.states) == ([number] * 3, ["SERVING"] * 3)
+        assert values(engine) == [10.0 * number] * 3
+    assert report.nbytes == 16 + 24
+    found = [(r.replica, r.fetched, r.paused, r.loaded, r.attempts) for r in report.replicas]
+    assert found == [(index, 0.25, 0.5, 0.25, 1) for index in range(3)]
+
+
+def test_all_check_first_then_one_after_another_is_swapped(fleet: Fleet) -> None:
+    engine, sender = fleet(3)
+    engine.log.clear()
+    sender.update_weights(weights())
+    stages, swaps = engine.log[:3], engine.log[3:]
+    assert sorted((command, index) for command, index, _ in stages) == [("stage_weights", i) for i in range(3)]
+    assert all(states == ["SERVING"] * 3 for _, _, states in stages)
+    # at most one is away, and it is this one
+    away = [["SYNCING" if i == index else "SERVING" for i in range(3)] for index in range(3)]
+    assert swaps == [("swap_weights", index, away[index]) for index in range(3)]
+
+
+def test_the_steps_may_be_taken_by_themselves(fleet: Fleet) -> None:
     engine, sender = fleet(2)
-    engine.fakes[0].fail["swap_weights"] = soft(0)
-    report = sender.update_weights(weights(3))
-    assert (report.failed, [entry.attempts for entry in report.replicas]) == ({}, [2, 1])
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+    staged = sender.prefetch(version := sender.publish(weights(5)))
+    assert engine.versions == [0, 0]
+    assert staged[0].digest == sender.apply(version, staged).digest  # type: ignore[union-attr]
+    assert engine.versions == [1, 1]
+    assert sender.apply(version).failed == {}  # again, and checked by itself
+
+
+def test_updates_from_many_threads_take_turns(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
+    for replica in engine.fakes:
+        replica.fail["swap_weights"] = lambda asked: time.sleep(0.002)
+    engine.log.clear()
+
+    def update(value: int) -> list[int]:
+        return [sender.update_weights(weights(value)).version for _ in range(5)]
+
+    updates = [in_thread(functools.partial(update, value)) for value in range(4)]
+    assert sorted(version for one in updates for version in one.result(60.0)) == list(range(1, 21))
+    assert engine.versions == [20, 20]
+    commands = [command for command, _, _ in engine.log]
+    assert commands == (["stage_weights"] * 2 + ["swap_weights"] * 2) * 20
+
+
+# -- failures of one replica ------------------------------------------------------------------------------------------
+LATE = "replica 1 did not answer 'swap_weights' within 5 s"
+KEPT, LOST = "SERVING", "QUARANTINED"
+RESTORED = always(SoftError("it went wrong", restored=True))
+
+
+@pytest.mark.parametrize(
+    ("command", "fault", "failed", "attempts", "state"),
+    [
+        ("stage_weights", always(EngineError("did not answer")), "did not answer", 0, KEPT),
+        ("stage_weights", always(ValueError("1 missing (x)")), "ManifestMismatch: 1 missing (x)", 0, KEPT),
+        ("stage_weights", always(RuntimeError("call start() first")), "RuntimeError: call start() first", 0, KEPT),
+        ("stage_weights", always(OSError("no route")), "OSError: no route", 0, KEPT),
+        ("swap_weights", soft(1), None, 2, KEPT),  # it is tried again
+        ("swap_weights", soft(1, 2), "it went wrong", 2, LOST),
+        ("swap_weights", always(EngineError(LATE)), LATE, 1, LOST),  # it is not asked again
+        ("swap_weights", RESTORED, "it went wrong", 1, KEPT),
+    ],
+)
+def test_what_fails_at_one_replica_is_named_and_the_others_continue(
+    fleet: Fleet, command: str, fault: Any, failed: str | None, attempts: int, state: str
+) -> None:
+    """What cannot be checked, and a swap whose old weights survive, leave it with its old version."""
+    engine, sender = fleet(3)
+    sender.update_weights(weights(1))
+    engine.fakes[1].fail[command] = fault
+    report = sender.update_weights(weights(2))
+    assert report.failed == ({} if failed is None else {1: failed})
+    assert [entry.attempts for entry in report.replicas if entry.replica != 1] == [1, 1]
+    assert (engine.states, engine.versions) == ([KEPT, state, KEPT], [2, 2 if failed is None else 1, 2])
+    assert engine.fakes[1].asked["swap_weights"] == 1 + attempts
+    assert engine.fakes[1].is_alive() == (state == KEPT)
+    if state == KEPT:
+        assert value_in(engine, 1) == engine.versions[1]
 
 
 def test_a_swap_that_fails_twice_is_for_good(fleet: Fleet) -> None:
@@ -85,15 +162,6 @@ def test_a_swap_that_fails_twice_is_for_good(fleet: Fleet) -> None:
     asked = broken.asked["swap_weights"]
     assert sender.update_weights(weights(3)).failed[1].startswith("the replica is ")
     assert broken.asked["swap_weights"] == asked  # never again
-
-
-def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    engine.fakes[1].fail["swap_weights"] = always(EngineError("replica 1 did not answer 'swap_weights' within 5 s"))
-    report = connect(engine).update_weights(weights())
-    assert report.failed == {1: "replica 1 did not answer 'swap_weights' within 5 s"}
-    assert (report.replicas[1].attempts, engine.states) == (1, ["SERVING", "QUARANTINED"])
-    assert not engine.fakes[1].is_alive()
 
 
 @pytest.mark.parametrize("noted", [False, True])
@@ -261,16 +329,6 @@ def test_an_error_that_nobody_expected_leaves_no_replica_syncing(fleet: Fleet) -
     assert (engine.states[0], engine.states[1]) == ("QUARANTINED", "SERVING")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_swap_whose_old_weights_survive_changes_nothing(fleet: Fleet, late: bool) -> None:
-    engine, sender = fleet(2, late=[1] if late else [], min_serving=0)
-    engine.fakes[1].fail["swap_weights"] = always(SoftError("the canary sings another song", restored=True))
-    version = sender.publish(weights())
-    report = sender.apply(version, replicas=[1])
-    assert (report.failed, report.replicas[0].attempts) == ({1: "the canary sings another song"}, 1)
-    assert (engine.states, engine.versions) == (["SERVING", "STARTING" if late else "SERVING"], [0, 0])
-
-
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
 def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(fleet: Fleet) -> None:
     engine, sender = fleet(2)
@@ -327,39 +385,6 @@ def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> Non
     assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
 
 
-def test_every_replica_gets_the_weights_and_the_version(fleet: Fleet) -> None:
-    engine, sender = fleet(3)
-    for number in (1, 2, 3):
-        report = sender.update_weights(weights(10 * number))
-        assert (report.version, sender.version, report.failed) == (number, number, {})
-        assert (engine.versions, engine.states) == ([number] * 3, ["SERVING"] * 3)
-        assert values(engine) == [10.0 * number] * 3
-    assert report.nbytes == 16 + 24
-    found = [(r.replica, r.fetched, r.paused, r.loaded, r.attempts) for r in report.replicas]
-    assert found == [(index, 0.25, 0.5, 0.25, 1) for index in range(3)]
-
-
-def test_all_check_first_then_one_after_another_is_swapped(fleet: Fleet) -> None:
-    engine, sender = fleet(3)
-    engine.log.clear()
-    sender.update_weights(weights())
-    stages, swaps = engine.log[:3], engine.log[3:]
-    assert sorted((command, index) for command, index, _ in stages) == [("stage_weights", i) for i in range(3)]
-    assert all(states == ["SERVING"] * 3 for _, _, states in stages)
-    assert [(command, index) for command, index, _ in swaps] == [("swap_weights", i) for i in range(3)]
-    for _, index, states in swaps:  # at most one is away, and it is this one
-        assert states == ["SYNCING" if i == index else "SERVING" for i in range(3)]
-
-
-def test_the_steps_may_be_taken_by_themselves(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    staged = sender.prefetch(version := sender.publish(weights(5)))
-    assert engine.versions == [0, 0]
-    assert staged[0].digest == sender.apply(version, staged).digest  # type: ignore[union-attr]
-    assert engine.versions == [1, 1]
-    assert sender.apply(version).failed == {}  # again, and checked by itself
-
-
 def test_a_collector_counts_the_updates_that_took_effect(fleet: Fleet) -> None:
     (engine, sender), collector, forgotten = fleet(2, min_serving=1), UpdateCounter(), UpdateCounter()
     sender.register_collector(collector)
@@ -401,25 +426,6 @@ def test_other_tensors_touch_no_replica_and_cost_no_version(fleet: Fleet, bad: A
     assert sender.update_weights(weights(2)).version == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (EngineError("did not answer"), "did not answer"),
-        (ValueError("1 missing (x)"), "ManifestMismatch: 1 missing (x)"),
-        (RuntimeError("call start() first"), "RuntimeError: call start() first"),
-        (OSError("no route"), "OSError: no route"),
-    ],
-)
-def test_a_replica_that_cannot_check_continues_with_its_old_version(fleet: Fleet, error: Exception, words: str) -> None:
-    engine, sender = fleet(3)
-    sender.update_weights(weights(1))
-    engine.fakes[1].fail["stage_weights"] = always(error)
-    report = sender.update_weights(weights(2))
-    assert (report.failed, engine.states) == ({1: words}, ["SERVING"] * 3)
-    assert (engine.versions, value_in(engine, 1)) == ([2, 1, 2], 1.0)
-    assert "swap_weights" not in {command for command, index, _ in engine.log[-4:] if index == 1}
-
-
 def test_only_the_last_version_can_be_applied(connect: Connect) -> None:
     sender = connect(FakeFleet(1))
     with pytest.raises(WeightSyncError, match=r"version 1 is not the one published last \(none\)"):
@@ -443,12 +449,13 @@ def test_a_starting_replica_is_left_alone_until_it_is_named(fleet: Fleet) -> Non
     assert (command, states) == ("swap_weights", ["SERVING", "STARTING", "SERVING"])  # no request until it holds them
 
 
-def test_a_late_replica_that_fails_is_not_put_into_service(fleet: Fleet) -> None:
+@pytest.mark.parametrize(("fault", "state"), [(soft(0, 1), LOST), (RESTORED, "STARTING")])
+def test_a_late_replica_that_fails_is_not_put_into_service(fleet: Fleet, fault: Any, state: str) -> None:
     engine, sender = fleet(2, late=[1])
     sender.update_weights(weights())
-    engine.fakes[1].fail["swap_weights"] = soft(0, 1)
+    engine.fakes[1].fail["swap_weights"] = fault
     assert sender.apply(1, replicas=[1]).failed == {1: "it went wrong"}  # the other still holds it
-    assert engine.states == ["SERVING", "QUARANTINED"]
+    assert engine.states == ["SERVING", state]
 
 
 def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(fleet: Fleet) -> None:
@@ -459,22 +466,6 @@ def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(fleet: Fleet
     assert sender.apply(1, replicas=[1]).failed == {}
     assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
     assert value_in(engine, 1) == 6.0
-
-
-def test_updates_from_many_threads_take_turns(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    for replica in engine.fakes:
-        replica.fail["swap_weights"] = lambda asked: time.sleep(0.002)
-    engine.log.clear()
-
-    def update(value: int) -> list[int]:
-        return [sender.update_weights(weights(value)).version for _ in range(5)]
-
-    updates = [in_thread(functools.partial(update, value)) for value in range(4)]
-    assert sorted(version for one in updates for version in one.result(60.0)) == list(range(1, 21))
-    assert engine.versions == [20, 20]
-    rounds = [[command for command, _, _ in engine.log[i : i + 4]] for i in range(0, len(engine.log), 4)]
-    assert rounds == [["stage_weights"] * 2 + ["swap_weights"] * 2] * 20
 
 
 def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(fleet: Fleet) -> None:

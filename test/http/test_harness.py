@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,21 @@ def first(collector: AsyncLLMCollector) -> TensorDictBase:
     return in_thread(lambda: next(iter(collector))).result(PATIENCE)
 
 
-def hold(engine: FakeAsyncVLLM) -> None:
-    """Let answers take a minute a token."""
+def slow(engine: FakeAsyncVLLM, token_seconds: float = 60.0) -> None:
     for replica in engine.replicas:
-        replica.token_seconds = 60.0
+        replica.token_seconds = token_seconds
 
 
 def running(engine: FakeAsyncVLLM) -> int:
     return sum(replica.last_stats.running for replica in engine.replicas)
+
+
+def asking_once(server: StandIn) -> Any:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        await server.ask(base_url, "a")
+        return 1.0
+
+    return run
 
 
 def two_turns(server: StandIn) -> Any:
@@ -121,39 +128,32 @@ def two_turns(server: StandIn) -> Any:
     return run
 
 
+def requests_of(server: StandIn) -> list[Any]:
+    return [request for replica in server.engine.replicas for request in replica.submitted]
+
+
 def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect: Collect) -> None:
-    collector = collect(HarnessEnv(two_turns(server), server), groups_per_batch=2, max_staleness=0)
+    new_weights(server.engine, 3)
+    env = HarnessEnv(two_turns(server), server, sampling_params={"temperature": 0.5, "max_tokens": 2})
+    collector = collect(env, groups_per_batch=2, max_staleness=0, max_in_flight=1)
     batch = first(collector)
     # groups of two samples, each of two rows: the reward is in the last
     assert [row["query"] for row in batch] == ["q0"] * 4 + ["q1"] * 4
     assert [float(row["next", "reward"]) for row in batch] == [0.0] * 4 + [0.0, 1.0, 0.0, 1.0]
     assert [bool(row["next", "done"]) for row in batch] == [False, True] * 4
     assert [int(row["group_id"]) for row in batch] == [0] * 4 + [1] * 4
-    # the first answer is trained on in its first leaf only
-    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [8, 4] * 4
+    # the first answer, of max_tokens, is trained on in its first leaf only
+    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [4, 2] * 4
     for row in batch:
         row["routed_experts"].validate(server.engine.routing_layout, num_tokens=len(row["tokens", "full"]))
-        assert int(row["policy_version"]) == 0
+        assert (int(row["policy_version"]), float(row["sampling", "temperature"])) == (3, 0.5)
         assert row["text"].prompt == f"{row['query']}: " or row["text"].prompt.endswith(", or?")
     assert server.sessions.ids() == []
     assert collector.stats()["collector/failures"] == 0
     collector.show_samples(2)
-
-
-def test_calls_go_through_the_collector(server: StandIn, collect: Collect) -> None:
-    new_weights(server.engine, 3)
-    collector = collect(
-        HarnessEnv(two_turns(server), server, sampling_params={"temperature": 0.5, "max_tokens": 2}),
-        max_staleness=0,
-        max_in_flight=1,
-    )
-    batch = first(collector)
-    assert {int(row["policy_version"]) for row in batch} == {3}
-    assert {float(row["sampling", "temperature"]) for row in batch} == {0.5}
-    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [4, 2] * 2  # max_tokens is 2
-    submitted = [request for replica in server.engine.replicas for request in replica.submitted]
-    assert all(request.param("temperature") == 0.5 for request in submitted)
-    assert len({request.request_id.rpartition("-")[0] for request in submitted}) == 2  # the collector's own names
+    # the calls went through the collector, under its own names
+    assert all(request.param("temperature") == 0.5 for request in requests_of(server))
+    assert len({request.request_id.rpartition("-")[0] for request in requests_of(server)}) == 4
 
 
 def test_an_evaluation_samples_as_it_is_asked(server: StandIn, collect: Collect) -> None:
@@ -161,8 +161,7 @@ def test_an_evaluation_samples_as_it_is_asked(server: StandIn, collect: Collect)
     collector = collect(env)
     found = in_thread(lambda: collector.evaluate(env, 3, dataloader=Questions(), temperature=0.25)).result(PATIENCE)
     assert [float(one) for one in found["next", "episode_reward"].flatten()] == [0.0, 1.0, 2.0]
-    submitted = [request for replica in server.engine.replicas for request in replica.submitted]
-    assert {request.param("temperature") for request in submitted} == {0.25}
+    assert {request.param("temperature") for request in requests_of(server)} == {0.25}
     first(collector)  # its threads are those of the collection, too, which goes on
     collector.shutdown()
     first(collect(env))  # and another collector takes it
@@ -184,10 +183,6 @@ def test_a_harness_without_a_call_is_left_out_with_a_reason(
     assert [row["query"] for row in batch] == ["q0", "q0"]
     assert env.left_out == {"the harness made no call": 1}
     assert "the harness made no call (its reward: 0.25)" in caplog.text
-
-
-async def nothing(base_url: str, row: Mapping[str, Any]) -> float:
-    return 1.0
 
 
 @pytest.mark.parametrize(
@@ -226,7 +221,7 @@ def test_a_harness_that_raises_costs_its_group(server: StandIn, collect: Collect
 
 
 def test_what_still_runs_when_a_harness_returns_is_aborted(server: StandIn, collect: Collect) -> None:
-    hold(server.engine)
+    slow(server.engine)
     left: list[asyncio.Task[str]] = []
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
@@ -271,24 +266,15 @@ def test_a_harness_that_takes_too_long_is_cancelled(
 
 
 def test_the_time_that_an_answer_takes_is_not_the_harnesss(server: StandIn, collect: Collect) -> None:
-    for replica in server.engine.replicas:
-        replica.token_seconds = 0.3
+    slow(server.engine, 0.3)
 
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        await server.ask(base_url, "a")  # 1.2 s
-        return 1.0
-
-    assert len(first(collect(HarnessEnv(run, server), reward_timeout=1.0))) == 2
+    # an answer takes 1.2 s
+    assert len(first(collect(HarnessEnv(asking_once(server), server), reward_timeout=1.0))) == 2
 
 
 def test_a_shutdown_cancels_harnesses_and_their_calls(server: StandIn, collect: Collect) -> None:
-    hold(server.engine)
-
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        await server.ask(base_url, "a")
-        return 1.0
-
-    collector = collect(HarnessEnv(run, server), max_staleness=0)
+    slow(server.engine)
+    collector = collect(HarnessEnv(asking_once(server), server), max_staleness=0)
     taken = in_thread(lambda: list(islice(collector, 1)))
     until(lambda: running(server.engine) == 2)
     collector.shutdown()
@@ -304,7 +290,7 @@ def test_a_checkpoint_has_the_answers_of_a_harness(server: StandIn, collect: Col
     async def run(base_url: str, row: dict[str, Any]) -> float:
         said = await server.ask(base_url, "a")
         if is_first:
-            hold(server.engine)
+            slow(server.engine)
         await server.ask(base_url, f"a{said}b")
         return 1.0
 
@@ -316,13 +302,13 @@ def test_a_checkpoint_has_the_answers_of_a_harness(server: StandIn, collect: Col
     collector.shutdown()
     taken.result(PATIENCE)
     is_first = False
+    slow(server.engine, 0.0)
     for replica in server.engine.replicas:
-        replica.token_seconds = 0.0
         replica.submitted.clear()
     again = collect(env, group_size=1, max_staleness=0)
     again.load_state_dict(state)
     assert int(first(again)["masks", "all_assistant_mask"].sum()) == 8
-    (request,) = [request for replica in server.engine.replicas for request in replica.submitted]
+    (request,) = requests_of(server)
     assert len(request.prompt_token_ids) == 6  # "a", four tokens, "b"
 
 
@@ -330,7 +316,7 @@ def test_what_a_harness_is_refused(server: StandIn) -> None:
     with pytest.raises(TypeError, match="async function"):
         HarnessEnv(print, server)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="deadline"):
-        HarnessEnv(nothing, server, deadline=0.0)
+        HarnessEnv(two_turns(server), server, deadline=0.0)
 
 
 # -- a program --------------------------------------------------------------------------------------------------------
@@ -352,12 +338,14 @@ def is_alive(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+SLEEPER = "import subprocess; print('done', subprocess.Popen(['sleep', '1000']).pid, flush=True)"
+
+
 def test_a_program_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
     """Nor what it has started itself."""
     numbers = tmp_path / "numbers"
     code = (
-        "import os, subprocess, sys, time; child = subprocess.Popen(['sleep', '1000']); "
-        f"open({str(numbers)!r} + '.new', 'w').write(f'{{os.getpid()}} {{child.pid}}'); "
+        f"import os, sys, time; sys.stdout = open({str(numbers)!r} + '.new', 'w'); print(os.getpid()); {SLEEPER}; "
         f"os.rename({str(numbers)!r} + '.new', {str(numbers)!r}); time.sleep(1000)"
     )
 
@@ -370,16 +358,15 @@ def test_a_program_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
             await task
 
     asyncio.run(cancel())
-    for number in map(int, numbers.read_text().split()):
-        until(lambda n=number: not is_alive(n))
+    own, _, child = numbers.read_text().split()
+    until(lambda: not is_alive(int(own)) and not is_alive(int(child)))
 
 
 def test_a_program_is_not_waited_for_longer_than_it_runs() -> None:
     """What it leaves behind holds its pipe, and is ended."""
-    code = "import subprocess; print('done', subprocess.Popen(['sleep', '1000']).pid, flush=True)"
 
     async def run() -> tuple[int, str]:
-        return await asyncio.wait_for(run_process("http://h/v1", [sys.executable, "-c", code]), 60.0)
+        return await asyncio.wait_for(run_process("http://h/v1", [sys.executable, "-c", SLEEPER]), 60.0)
 
     status, output = asyncio.run(run())
     word, number = output.split()

@@ -39,12 +39,27 @@ async def main(url, folder):
     renderer = create_renderer(load_tokenizer(folder))
     client = openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0)
     messages = [{"role": "user", "content": "hi"}]
+    params = {"max_tokens": 12, "top_p": 0.9, "temperature": 0.7}
     found = await generate(
-        client=client, renderer=renderer, messages=messages, model="tiny",
-        sampling_params={"max_tokens": 12, "top_p": 0.9, "temperature": 0.7},
+        client=client, renderer=renderer, messages=messages, model="tiny", sampling_params=params
     )
-    names = ("prompt_ids", "completion_ids", "completion_logprobs", "finish_reason", "sampling_mask", "routed_experts")
-    print(json.dumps({name: found[name] for name in names}))
+    names = ("prompt_ids", "completion_ids", "completion_logprobs", "routed_experts", "sampling_mask")
+    print(json.dumps([found[name] for name in names]))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+VERIFIERS = """
+import asyncio, json, sys
+import verifiers.v1 as vf
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.types import SamplingConfig
+
+async def main(url, folder):
+    client = vf.resolve_client(vf.TrainClientConfig(base_url=url, renderer_model_name=folder))
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    found = await client.get_response(ChatDialect(), body, SamplingConfig(max_tokens=12), session_id="one")
+    tokens = found.tokens
+    print(json.dumps([tokens.prompt_ids, tokens.completion_ids, tokens.completion_logprobs, tokens.routed_experts]))
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -55,23 +70,6 @@ from openenv.core.harness.capture.validate_llm import validate_llm
 report = validate_llm(sys.argv[1], "tiny", check_tools=False)
 print(json.dumps(dataclasses.asdict(report), default=str))
 """
-VERIFIERS = """
-import asyncio, json, sys
-import verifiers.v1 as vf
-from verifiers.v1.dialects import ChatDialect
-from verifiers.v1.types import SamplingConfig
-
-async def main(url, folder):
-    config = vf.TrainClientConfig(base_url=url, renderer_model_name=folder)
-    client = vf.resolve_client(config)
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    found = await client.get_response(ChatDialect(), body, SamplingConfig(max_tokens=12), session_id="one")
-    tokens = found.tokens
-    print(json.dumps([tokens.prompt_ids, tokens.completion_ids, tokens.completion_logprobs, tokens.routed_experts]))
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
 ENVIRONMENT = """
 import verifiers.v1 as vf
 
@@ -104,38 +102,26 @@ def run(package: str, program: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_renderers_get_tokens_masks_and_routes(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    folder = str(shelf.folder("qwen3_moe"))
+@pytest.mark.parametrize("program", [RENDERERS, VERIFIERS], ids=["renderers", "verifiers"])
+def test_renderers_and_verifiers_get_tokens_masks_and_routes(
+    engine: AsyncVLLM, shelf: EngineShelf, program: str
+) -> None:
     with serving(engine, None) as (server, _):
-        found = run("verifiers", RENDERERS, f"{server.url}/sessions/one/v1", folder)
+        found = run("verifiers", program, f"{server.url}/sessions/one/v1", str(shelf.folder("qwen3_moe")))
         (trajectory,) = server.session("one").trajectories()
-    assert found["prompt_ids"] + found["completion_ids"] == trajectory["tokens", "full"].tolist()
-    prompt = len(found["prompt_ids"])
-    assert found["completion_logprobs"] == pytest.approx(trajectory["log_probs", "full"][prompt:].tolist(), abs=1e-5)
-    assert len(found["sampling_mask"]) == len(found["completion_ids"])
-    assert all(
-        token in mask for token, mask in zip(found["completion_ids"], found["sampling_mask"], strict=True) if mask
-    )
-    assert found["routed_experts"]
-
-
-def test_verifiers_train_client(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    folder = str(shelf.folder("qwen3_moe"))
-    with serving(engine, None) as (server, _):
-        prompt, completion, logprobs, routes = run("verifiers", VERIFIERS, f"{server.url}/sessions/one/v1", folder)
-        (trajectory,) = server.session("one").trajectories()
+    prompt, completion, logprobs, routes, *masks = found
     assert prompt + completion == trajectory["tokens", "full"].tolist()
     assert logprobs == pytest.approx(trajectory["log_probs", "full"][len(prompt) :].tolist(), abs=1e-5)
     assert routes
+    for mask in masks:
+        assert all(token in words for token, words in zip(completion, mask, strict=True) if words)
 
 
 def test_openenv_finds_the_server_fit_for_training(engine: AsyncVLLM) -> None:
     with serving(engine, None) as (server, _):
         report = run("openenv", OPENENV, f"{server.url}/sessions/one/v1")
-    assert report["ok"], report
-    assert report["capture_level"] == "tokens", report
-    assert report["n_prompt_ids"] > 0
-    assert report["n_completion_ids"] > 0
+    assert report["ok"] and report["capture_level"] == "tokens", report
+    assert report["n_prompt_ids"] > 0 and report["n_completion_ids"] > 0
 
 
 def verifiers_harness(folder: Path) -> Any:
@@ -163,15 +149,10 @@ def test_a_verifiers_environment_plays_in_a_collector(engine: AsyncVLLM, shelf: 
         assert harness.harnesses == {"agent": "null"}  # which runs no code of the model
         assert [row["prompt"] for row in harness.rows] == ["0+1=", "1+1=", "2+1="]
         env = HarnessEnv(harness, serve_options={"tool_call_parser": "hermes"})
-        collector = AsyncLLMCollector(
-            env,
-            policy=policy,
-            dataloader=harness.rows,
-            group_size=2,
-            dialog_turns_per_batch=4,
-            total_dialog_turns=4,
-            max_failures=100,  # the rows come again and again
-        )
+        turns = {"dialog_turns_per_batch": 4, "total_dialog_turns": 4}
+        # the rows come again and again
+        kwargs: dict[str, Any] = {"policy": policy, "dataloader": harness.rows, "group_size": 2, "max_failures": 100}
+        collector = AsyncLLMCollector(env, **kwargs, **turns)
         (batch,) = collector
         for row in batch.unbind(0):
             assert "routed_experts" in row.keys()  # noqa: SIM118

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ RNG = np.random.default_rng(0)
 
 def new_session(**limits: Any) -> Session:
     return SessionStore(TOKENIZER, LAYOUT, **limits).get("s")
+
+
+@pytest.fixture
+def session() -> Session:
+    return new_session()
 
 
 def random_rows(count: int) -> NDArray[np.uint8]:
@@ -79,6 +85,21 @@ def call(session: Session, prompt: Sequence[int], *answers: Sequence[int], **kwa
 def ids(text: str) -> list[int]:
     found: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     return found
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+OPEN = "<|im_start|>assistant\n"
 
 
 def full(td: TensorDictBase) -> list[int]:
@@ -137,6 +158,19 @@ class FullLists:
             best = max(best, ((len(owners), shared, owners), known[:shared]), key=lambda one: one[0])
         return (*best[1], *((token, -1) for token in prompt[len(best[1]) :]))
 
+    def rows_of(self, labels: Sequence[Label]) -> list[Any]:
+        """The experts of each token, as they are kept: none in layer 0, which is dense."""
+        found = [self.rows.get(tuple(labels[: t + 1])) for t in range(len(labels))]
+        return [[[-1, -1], *(row[1:] if row else [[-1, -1]] * 2)] for row in found]
+
+    def known(self, prompt: list[int], version: int | None) -> tuple[int, list[Any]]:
+        """How many first tokens of a prompt have rows, and those up to the last one that other weights have read."""
+        labels = self.labelled(prompt)
+        by = [self.by.get(labels[: t + 1]) for t in range(len(labels))]
+        follow = [t + 1 for t, one in enumerate(by) if one is not None and one != version]
+        known = next((t for t, one in enumerate(by) if one is None), len(by))
+        return known, self.rows_of(labels)[: max(follow, default=0)]
+
     def trajectories(self, shared: str) -> list[dict[str, Any]]:
         found, taken = [], set()
         for number, labels in enumerate(self.answers):
@@ -146,39 +180,44 @@ class FullLists:
             if shared == "first":
                 taken.update(owners)
             for temperature in dict.fromkeys(self.values[owner][2] for owner in owners):
-                found.append(
-                    self.trajectory(labels, [one for one in owners if self.values[one][2] == temperature], temperature)
-                )
+                counted = [one for one in owners if self.values[one][2] == temperature]
+                found.append(self.trajectory(labels, counted, temperature))
         return found
 
     def trajectory(self, labels: tuple[Label, ...], counted: list[int], temperature: float) -> dict[str, Any]:
-        log_probs, versions, rows = [], [], []
+        log_probs, versions = [], []
         for t, (_, owner) in enumerate(labels):
             at = t - next(i for i, label in enumerate(labels) if label[1] == owner)
             completion, index, _ = self.values[owner]
             output = completion.outputs[index]
             log_probs.append(float(output.logprobs[at]) if owner in counted else None)
             versions.append(int(output.policy_versions[at]) if owner >= 0 else -1)
-            row = self.rows.get(labels[: t + 1])
-            rows.append([[-1, -1], *(row[1:] if row else [[-1, -1]] * 2)])
-        worst = max((self.resume[owner] for _, owner in labels if owner >= 0), key=["none", "forced", "live"].index)
+        made_by = [version for version, (_, owner) in zip(versions, labels, strict=True) if owner in counted]
+        prompt = next(t for t, (_, owner) in enumerate(labels) if owner in counted)
         return {
             "full": [token for token, _ in labels],
+            "prompt": [token for token, _ in labels[:prompt]],
             "mask": [owner in counted for _, owner in labels],
             "log_probs": log_probs,
+            "response": log_probs[prompt:],
             "versions": versions,
-            "routes": rows,
+            "version": (min(made_by), 1 + sum(a != b for a, b in pairwise(made_by))),
+            "routes": self.rows_of(labels),
             "temperature": temperature,
-            "resume": worst,
+            "resume": max((self.resume[one] for _, one in labels if one >= 0), key=["none", "forced", "live"].index),
         }
 
 
 def plain(td: TensorDictBase) -> dict[str, Any]:
+    whole, response = (td["log_probs", name].tolist() for name in ("full", "response"))
     return {
         "full": full(td),
+        "prompt": td["tokens", "prompt"].tolist(),
         "mask": td["masks", "all_assistant_mask"].tolist(),
-        "log_probs": [None if value != value else value for value in td["log_probs", "full"].tolist()],
+        "log_probs": [None if value != value else value for value in whole],
+        "response": [None if value != value else value for value in response],
         "versions": td["policy_versions", "full"].tolist(),
+        "version": (int(td["policy_version"]), int(td["num_segments"])),
         "routes": td["routed_experts", "full"].tolist(),
         "temperature": float(td["sampling", "temperature"]),
         "resume": td["resume"],
@@ -225,8 +264,13 @@ def test_trajectories_equal_those_of_full_lists(calls: list[dict[str, Any]]) -> 
         assert [plain(td) for td in session.trajectories(shared)] == lists.trajectories(shared)
         for td in session.trajectories(shared):
             assert full(td) == td["tokens", "prompt"].tolist() + td["tokens", "response"].tolist()
-            assert td["masks", "all_assistant_mask"].nonzero()[0] == len(td["tokens", "prompt"])
             td["routed_experts"].validate(LAYOUT, num_tokens=len(full(td)))
+    for prompt in known:
+        for version in (None, 0, 1, 2):
+            count, rows = lists.known([*prompt, 9], version)
+            assert session.known_rows([*prompt, 9]) == count
+            found = session.routes_to_follow([*prompt, 9], version)
+            assert ([] if found is None else found.tolist()) == rows
     # each token once: as many as there are different beginnings
     assert session.num_tokens == len({labels[: t + 1] for labels in lists.answers for t in range(len(labels))})
     counted = [int(td["masks", "all_assistant_mask"].sum()) for td in session.trajectories()]
@@ -252,25 +296,14 @@ def assert_equal(left: list[TensorDict], right: list[TensorDict]) -> None:
 # -- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_continued_answer_is_one_trajectory_of_two_turns() -> None:
-    session = new_session()
-    first = call(session, [1, 2], [3, 4], version=5)
-    second = call(session, [1, 2, 3, 4, 9], [6], version=7)
+def test_a_continued_answer_is_one_trajectory_of_two_turns(session: Session) -> None:
+    call(session, [1, 2], [3, 4], version=5)
+    call(session, [1, 2, 3, 4, 9], [6], version=7)
     (td,) = session.trajectories()
-    assert full(td) == [1, 2, 3, 4, 9, 6]
+    assert (full(td), td["tokens", "prompt"].tolist()) == ([1, 2, 3, 4, 9, 6], [1, 2])
     assert td["masks", "all_assistant_mask"].tolist() == [False, False, True, True, False, True]
-    assert td["tokens", "prompt"].tolist() == [1, 2]
-    expected = [np.nan, np.nan, *first.outputs[0].logprobs, np.nan, *second.outputs[0].logprobs]
-    np.testing.assert_array_equal(td["log_probs", "full"].numpy(), np.array(expected, np.float32))
-    np.testing.assert_array_equal(td["log_probs", "response"].numpy(), np.array(expected[2:], np.float32))
     assert td["policy_versions", "full"].tolist() == [-1, -1, 5, 5, -1, 7]
     assert (int(td["policy_version"]), int(td["num_segments"]), int(td["num_cached_tokens"])) == (5, 2, 3)
-    # the first three rows are the first call's; that of its last token, 4, came with the second call
-    rows = td["routed_experts", "full"]
-    np.testing.assert_array_equal(rows[:3, 1:], first.outputs[0].routed_experts[:3, 1:].astype(np.int8))
-    np.testing.assert_array_equal(rows[3:5, 1:], second.outputs[0].routed_experts[3:5, 1:].astype(np.int8))
-    assert (rows[5] == -1).all()
-    assert (rows[:, 0] == -1).all()
 
 
 # Two ids for one text: byte 200 alone is no UTF-8, and decodes to U+FFFD, whose own three bytes do so too.
@@ -285,31 +318,28 @@ TURN = st.tuples(SAID, st.booleans(), st.text(max_size=4))
 def test_any_bytes_that_were_sampled_are_sent_again(asked: str, turns: list[tuple[list[int], bool, str]]) -> None:
     """Whatever they decode to; the client sends text, and the template writes the end of a turn that was cut."""
     session = new_session()
-    sent = ids(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+    sent = ids(turn("user", asked) + OPEN)
     text = TOKENIZER.decode(sent)
-    for answer, is_cut, said in turns:
+    for answer, is_cut, then in turns:
         sampled = answer if is_cut else [*answer, END]
         call(session, sent, sampled)
-        rest = ("<|im_end|>" if is_cut else "") + f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+        rest = ("<|im_end|>" if is_cut else "") + "\n" + turn("user", then) + OPEN
         sent, text = sent + sampled + ids(rest), text + TOKENIZER.decode(sampled) + rest
         assert session.prompt_ids(ids(text)) == sent
     (td,) = session.trajectories()
     assert trained(td) == [token for answer, is_cut, _ in turns for token in (answer if is_cut else [*answer, END])]
 
 
-def test_of_answers_that_begin_alike_the_one_that_came_back_is_continued() -> None:
+def test_of_answers_that_begin_alike_the_one_that_came_back_is_continued(session: Session) -> None:
     """The first was cut inside a character; the second has a marker that no message shows."""
-    session, chat = new_session(), [{"role": "user", "content": "hi"}]
-    sent = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    sent = ids(turn("user", "hi") + OPEN)
     answers = [([32, 0xC3], " "), ([*ids(" é"), TOKENIZER.pad_token_id], " é"), (ids(" é!"), " é!")]
     for sampled, content in answers:
-        message = {"role": "assistant", "content": content}
-        session.record(sent, completed(sent, sampled), messages=chat, message_returned=message)
-    more = "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+        session.record(sent, completed(sent, sampled), messages=[user("hi")], message_returned=said(content))
+    more = "<|im_end|>\n" + turn("user", "and?") + OPEN
     for sampled, content in answers:
-        rendered = [*sent, *ids(content + more)]
-        messages = [*chat, {"role": "assistant", "content": content}, {"role": "user", "content": "and?"}]
-        assert session.prompt_ids(rendered, messages) == [*sent, *sampled, *ids(more)]
+        messages = [user("hi"), said(content), user("and?")]
+        assert session.prompt_ids([*sent, *ids(content + more)], messages) == [*sent, *sampled, *ids(more)]
     # of text alone it is the longest that the prompt begins with
     assert session.prompt_ids([*sent, *ids(" é!" + more)]) == [*sent, *ids(" é!" + more)]
 
@@ -332,8 +362,7 @@ def test_a_long_answer_is_known_wherever_its_first_part_is_cut(letters: int) -> 
     assert session.prompt_ids([*sent, *REPLACEMENT, *ids(rest + "and?")]) == [*sent, *BAD, *ids(rest + "and?")]
 
 
-def test_an_answer_that_another_text_follows_is_left_as_rendered() -> None:
-    session = new_session()
+def test_an_answer_that_another_text_follows_is_left_as_rendered(session: Session) -> None:
     call(session, ids("ab"), [*BAD, 99])
     for other in (ids("ab") + REPLACEMENT, ids("ax") + REPLACEMENT + [99], ids("b"), ids("ab") + REPLACEMENT + [98]):
         assert session.prompt_ids(other) == other
@@ -356,18 +385,6 @@ def test_a_rest_that_no_token_begins_is_encoded_again() -> None:
 # -- by messages ------------------------------------------------------------------------------------------------------
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def turn(role: str, text: str) -> str:
-    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
-
-
-OPEN = "<|im_start|>assistant\n"
-SYSTEM = {"role": "system", "content": "sys"}
-
-
 class Chat:
     """A client, and a template that drops reasoning from all answers but the one that is being made."""
 
@@ -378,25 +395,31 @@ class Chat:
         said = [turn(one["role"], one.get("content") or json.dumps(one.get("tool_calls"))) for one in messages]
         return ids(turn("system", self.system) + "".join(said) + OPEN)
 
+    def sent(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return self.session.prompt_ids(self.rendered(messages), messages)
+
     def ask(self, messages: Sequence[dict[str, Any]], answer: str, returned: dict[str, Any]) -> list[int]:
-        sent = self.session.prompt_ids(self.rendered(messages), messages)
-        completion = completed(sent, ids(answer))
-        self.session.record(sent, completion, messages=messages, message_returned=returned)
+        sent = self.sent(messages)
+        self.session.record(sent, completed(sent, ids(answer)), messages=messages, message_returned=returned)
         return sent
 
 
+@pytest.fixture
+def chat(session: Session) -> Chat:
+    return Chat(session)
+
+
+NEXT = turn("user", "b") + OPEN
 THOUGHT = "<think>hm</think>yes<|im_end|>"
-YES = {"role": "assistant", "content": "yes", "reasoning": "hm", "tool_calls": [], "refusal": None}
+YES = {**said("yes"), "reasoning": "hm", "tool_calls": [], "refusal": None}
 SENT_BACK = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
 
 
-def test_reasoning_that_the_template_drops_stays_in_what_is_sent() -> None:
-    chat = Chat(new_session())
+def test_reasoning_that_the_template_drops_stays_in_what_is_sent(chat: Chat) -> None:
     first = chat.ask([user("a")], THOUGHT, YES)
     second = chat.ask([user("a"), SENT_BACK, user("b")], "<think>so</think>no<|im_end|>", {**YES, "content": "no"})
-    assert second == first + ids(THOUGHT + "\n" + turn("user", "b") + OPEN)
-    history = [user("a"), YES, user("b"), {"role": "assistant", "content": "no"}, user("c")]
-    third = chat.ask(history, "ok<|im_end|>", {"role": "assistant", "content": "ok"})
+    assert second == first + ids(THOUGHT + "\n" + NEXT)
+    third = chat.ask([user("a"), YES, user("b"), said("no"), user("c")], "ok<|im_end|>", said("ok"))
     assert third == second + ids("<think>so</think>no<|im_end|>\n" + turn("user", "c") + OPEN)
     (td,) = chat.session.trajectories()
     assert trained(td) == ids(THOUGHT + "<think>so</think>no<|im_end|>" + "ok<|im_end|>")
@@ -408,70 +431,60 @@ def test_reasoning_that_the_template_drops_stays_in_what_is_sent() -> None:
         ([user("a"), {**YES, "content": "yes!"}, user("b")], "sys"),
         ([user("a"), {**YES, "reasoning": "ho"}, user("b")], "sys"),
         ([user("A"), YES, user("b")], "sys"),
-        ([SYSTEM, user("a"), YES, user("b")], "sys"),
+        ([{"role": "system", "content": "sys"}, user("a"), YES, user("b")], "sys"),
         ([user("a"), user("b")], "sys"),
         ([user("a"), YES, user("b")], "sys, and a calculator"),
     ],
     ids=["the answer", "its reasoning", "the question", "one more message", "the answer left out", "other tools"],
 )
-def test_a_history_that_the_client_changed_is_a_branch(changed: list[dict[str, Any]], system: str) -> None:
-    session = new_session()
+def test_a_history_that_the_client_changed_is_a_branch(
+    session: Session, changed: list[dict[str, Any]], system: str
+) -> None:
     Chat(session).ask([user("a")], THOUGHT, YES)
     chat = Chat(session, system)
-    assert chat.ask(changed, "ok<|im_end|>", {"role": "assistant", "content": "ok"}) == chat.rendered(changed)
+    assert chat.ask(changed, "ok<|im_end|>", said("ok")) == chat.rendered(changed)
     assert [trained(td) for td in session.trajectories()] == [ids(THOUGHT), ids("ok<|im_end|>")]
 
 
-def test_an_answer_that_was_cut_goes_on_at_the_end_of_its_turn() -> None:
-    chat = Chat(new_session())
-    first = chat.ask([user("a")], "<think>hm</think>ye", {"role": "assistant", "content": "ye"})
-    second = chat.ask([user("a"), {"role": "assistant", "content": "ye"}, user("b")], "no<|im_end|>", YES)
-    assert second == first + ids("<think>hm</think>ye<|im_end|>\n" + turn("user", "b") + OPEN)
+def test_an_answer_that_was_cut_goes_on_at_the_end_of_its_turn(chat: Chat) -> None:
+    first = chat.ask([user("a")], "<think>hm</think>ye", said("ye"))
+    sent = chat.sent([user("a"), said("ye"), user("b")])
+    assert sent == first + ids("<think>hm</think>ye<|im_end|>\n" + NEXT)
 
 
-def test_an_answer_with_an_end_inside_is_no_message() -> None:
-    chat = Chat(new_session())
+def test_an_answer_with_an_end_inside_is_no_message(chat: Chat) -> None:
     chat.ask([user("a")], "<think><|im_end|>hm</think>yes<|im_end|>", YES)
     history = [user("a"), YES, user("b")]
-    assert chat.session.prompt_ids(chat.rendered(history), history) == chat.rendered(history)
+    assert chat.sent(history) == chat.rendered(history)
 
 
-def test_a_tool_call_is_the_same_however_its_arguments_are_written() -> None:
-    chat = Chat(new_session())
-    made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
-    back = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
-    other = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":2}'}}
+def test_a_tool_call_is_the_same_however_its_arguments_are_written(chat: Chat) -> None:
+    def calling(arguments: str, **message: Any) -> dict[str, Any]:
+        made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "tool_calls": [made], **message}
+
     answer = "<tool_call>f(1, 2)</tool_call><|im_end|>"
-    first = chat.ask([user("a")], answer, {"role": "assistant", "content": None, "tool_calls": [made]})
+    first = chat.ask([user("a")], answer, calling('{"a": 1, "b": 2}', content=None))
     result = {"role": "tool", "content": "3", "tool_call_id": "1"}
-    history = [user("a"), {"role": "assistant", "content": "", "tool_calls": [back]}, result]
-    assert chat.session.prompt_ids(chat.rendered(history), history) == first + ids(
-        answer + "\n" + turn("tool", "3") + OPEN
-    )
-    history[1] = {"role": "assistant", "tool_calls": [other]}
-    assert chat.session.prompt_ids(chat.rendered(history), history) == chat.rendered(history)
+    history = [user("a"), calling('{"b":2,"a":1}', content=""), result]
+    assert chat.sent(history) == first + ids(answer + "\n" + turn("tool", "3") + OPEN)
+    history[1] = calling('{"b":2,"a":2}')
+    assert chat.sent(history) == chat.rendered(history)
 
 
-def test_of_several_choices_the_one_that_came_back_is_continued() -> None:
-    session = new_session()
-    chat = Chat(session)
-    prompt = chat.rendered([user("a")])
-    returned = [{"role": "assistant", "content": text} for text in ("x", "y")]
-    completion = completed(prompt, ids("<think>1</think>x<|im_end|>"), ids("<think>2</think>y<|im_end|>"))
-    session.record(prompt, completion, messages=[user("a")], message_returned=returned)
-    for choice, thought in ((0, "1"), (1, "2")):
-        history = [user("a"), returned[choice], user("b")]
-        sent = session.prompt_ids(chat.rendered(history), history)
-        assert sent[len(prompt) :] == ids(
-            f"<think>{thought}</think>{'xy'[choice]}<|im_end|>\n" + turn("user", "b") + OPEN
-        )
+def test_of_several_choices_the_one_that_came_back_is_continued(chat: Chat) -> None:
+    prompt, returned = chat.rendered([user("a")]), [said("x"), said("y")]
+    answers = ["<think>1</think>x<|im_end|>", "<think>2</think>y<|im_end|>"]
+    completion = completed(prompt, *map(ids, answers))
+    chat.session.record(prompt, completion, messages=[user("a")], message_returned=returned)
+    for message, answer in zip(returned, answers, strict=True):
+        assert chat.sent([user("a"), message, user("b")]) == prompt + ids(answer + "\n" + NEXT)
 
 
 # -- what a trajectory is trained with --------------------------------------------------------------------------------
 
 
-def test_kept_tokens_come_with_the_tokens_they_belong_to() -> None:
-    session = new_session()
+def test_kept_tokens_come_with_the_tokens_they_belong_to(session: Session) -> None:
     kept = KeptIds(np.array([3, 7, 4], np.int32), np.array([2, -1], np.int32))
     call(session, [1, 2], [3, 5], kept=kept)
     call(session, [1, 2, 3, 5, 8], [6])
@@ -482,34 +495,30 @@ def test_kept_tokens_come_with_the_tokens_they_belong_to() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("name", "value"),
     [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"logit_bias": {5: 1.0}},
-        {"thinking_token_budget": 3},
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("logit_bias", {5: 1.0}),
+        ("thinking_token_budget", 3),
     ],
-    ids=lambda changed: next(iter(changed)),
 )
-def test_what_no_trainer_can_score_is_context_only(changed: dict[str, Any]) -> None:
-    session = new_session()
-    session.record([1], completed([1], [2]), sampling_params=changed)
+def test_what_no_trainer_can_score_is_context_only(session: Session, name: str, value: Any) -> None:
+    session.record([1], completed([1], [2]), sampling_params={name: value})
     assert session.trajectories() == []
     call(session, [1, 2, 3], [4])
     assert [trained(td) for td in session.trajectories()] == [[4]]
 
 
-def test_aborted_and_empty_answers_are_left_out() -> None:
-    session = new_session()
+def test_aborted_and_empty_answers_are_left_out(session: Session) -> None:
     call(session, [1], [2], finish_reason="abort")
     call(session, [1], [], rows=random_rows(0))
     assert session.trajectories() == []
     assert session.num_calls == 2
 
 
-def test_losses_take_trajectories_as_they_are() -> None:
-    session = new_session()
+def test_losses_take_trajectories_as_they_are(session: Session) -> None:
     call(session, [1], [2, 3])
     call(session, [1, 2, 3, 4], [5])
     call(session, [1, 2, 3, 6], [7])
@@ -529,25 +538,6 @@ def test_losses_take_trajectories_as_they_are() -> None:
 # -- reading again ----------------------------------------------------------------------------------------------------
 
 
-def test_rows_to_follow_are_those_of_other_weights() -> None:
-    session = new_session()
-    assert session.routes_to_follow([1, 2]) is None
-    call(session, [1, 2], [3, 4], version=1)
-    sent = [1, 2, 3, 4, 5]
-    known = session.trajectories()[0]["routed_experts", "full"].numpy()
-    np.testing.assert_array_equal(session.routes_to_follow(sent), known[:3])  # 4 was never read
-    np.testing.assert_array_equal(session.routes_to_follow(sent, version=2), known[:3])
-    assert session.routes_to_follow(sent, version=1) is None
-    assert session.routes_to_follow([9, 9]) is None
-    np.testing.assert_array_equal(session.routes_to_follow([1, 9]), known[:1])
-    # new weights read on: the first three rows are the old ones', 4 and 5 and 6 the new ones'
-    call(session, sent, [6, 7], version=2)
-    longer = [*sent, 6, 7, 8]
-    assert len(session.routes_to_follow(longer, version=2)) == 3
-    assert len(session.routes_to_follow(longer, version=3)) == 6
-    assert session.routes_to_follow(longer, version=1).shape[0] == 6
-
-
 def test_an_answer_may_come_with_the_rows_of_its_last_tokens_only() -> None:
     whole, parts = new_session(), new_session()
     for session in (whole, parts):
@@ -561,21 +551,6 @@ def test_an_answer_may_come_with_the_rows_of_its_last_tokens_only() -> None:
     (td,), (other,) = whole.trajectories(), parts.trajectories()
     np.testing.assert_array_equal(td["routed_experts", "full"], other["routed_experts", "full"])
     assert (td["resume"], other["resume"]) == ("live", "none")
-
-
-def test_the_rows_of_a_prompt_that_are_known() -> None:
-    session = new_session()
-    assert session.known_rows([1, 2]) == 0
-    call(session, [1, 2], [3, 4])
-    assert session.known_rows([1, 2]) == 2
-    assert session.known_rows([1, 9]) == 1
-    assert session.known_rows([9]) == 0
-    assert session.known_rows([1, 2, 3, 4, 5]) == 3  # 4 was sampled, and not read yet
-    call(session, [1, 2, 3, 4, 5], [6])
-    assert session.known_rows([1, 2, 3, 4, 5, 7]) == 5
-    dense = SessionStore(TOKENIZER).get("s")
-    call(dense, [1, 2], [3])
-    assert dense.known_rows([1, 2]) == 0
 
 
 @pytest.mark.parametrize(
@@ -603,16 +578,15 @@ def test_an_engine_without_routes() -> None:
     call(session, [1, 2, 3], [4])
     (td,) = session.trajectories()
     assert "routed_experts" not in td.keys()  # noqa: SIM118
-    assert session.routes_to_follow([1, 2]) is None
+    assert (session.routes_to_follow([1, 2]), session.known_rows([1, 2])) == (None, 0)
     assert_equal(load_trajectories(session.to_safetensors()), [td])
 
 
 # -- size -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_grows_with_its_new_tokens_only() -> None:
+def test_a_session_grows_with_its_new_tokens_only(session: Session) -> None:
     """100 turns: the prompts add up to 50 times the tokens that are kept, and each token costs its own arrays."""
-    session = new_session()
     prompt, sent, sizes = [1] * 20, 0, []
     for _ in range(100):
         call(session, prompt, [2] * 10)
@@ -631,8 +605,7 @@ def test_a_session_grows_with_its_new_tokens_only() -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_routes_may_stay_with_the_session() -> None:
-    session = new_session()
+def test_routes_may_stay_with_the_session(session: Session) -> None:
     call(session, [1], [2])
     call(session, [1, 2, 3], [4])
     call(session, [1, 5], [6])
@@ -646,16 +619,13 @@ def test_routes_may_stay_with_the_session() -> None:
         session.routes_to_safetensors(3)
 
 
-def test_a_session_without_calls_is_an_empty_file() -> None:
-    assert load_trajectories(new_session().to_safetensors()) == []
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"x" * 40, new_session().to_safetensors()[:-1], b"\x02\0\0\0\0\0\0\0{}"],
     ids=["nothing", "text", "cut short", "without sessions"],
 )
 def test_another_file_is_refused(data: bytes) -> None:
+    assert load_trajectories(new_session().to_safetensors()) == []
     with pytest.raises(ValueError, match="not the trajectories"):
         load_trajectories(data)
 
@@ -663,25 +633,24 @@ def test_another_file_is_refused(data: bytes) -> None:
 # -- bad input, and limits --------------------------------------------------------------------------------------------
 
 
-def test_what_a_session_refuses() -> None:
-    session = new_session()
+def test_what_a_session_refuses(session: Session) -> None:
     for prompt in ([], [[1]], [1.5], "ab"):
         with pytest.raises(ValueError, match="token ids"):
             session.prompt_ids(prompt)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="another prompt"):
-        session.record([1], completed([2], [3]))
-    without = completed([1], [2])
-    without.outputs[0].logprobs = None
-    with pytest.raises(ValueError, match="logprobs=0"):
-        session.record([1], without)
-    with pytest.raises(ValueError, match="2 messages"):
-        session.record([1], completed([1], [2]), messages=[user("a")], message_returned=[YES, YES])
     with pytest.raises(ValueError, match="mappings"):
         session.prompt_ids([1], ["a"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="rows"):
-        session.record([1], completed([1], [2], rows=random_rows(2)))
     with pytest.raises(ValueError, match="'first' or 'all'"):
         session.trajectories("none")  # type: ignore[arg-type]
+    right, without = completed([1], [2]), completed([1], [2])
+    without.outputs[0].logprobs = None
+    for told, completion, messages in (
+        ("another prompt", completed([2], [3]), {}),
+        ("logprobs=0", without, {}),
+        ("2 messages", right, {"messages": [user("a")], "message_returned": [YES, YES]}),
+        ("rows", completed([1], [2], rows=random_rows(2)), {}),
+    ):
+        with pytest.raises(ValueError, match=told):
+            session.record([1], completion, **messages)  # type: ignore[arg-type]
     assert (session.num_tokens, session.num_calls, session.trajectories()) == (0, 0, [])
 
 
@@ -721,8 +690,7 @@ def test_a_store_keeps_so_many_sessions_so_long() -> None:
             SessionStore(TOKENIZER, LAYOUT, **limits)
 
 
-def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded() -> None:
-    session = new_session()
+def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded(session: Session) -> None:
     call(session, [1], [2])
     cancelled = []
     with session.under_way(lambda: cancelled.append("ended")):
@@ -738,8 +706,7 @@ def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded() -> None
     assert len(session.trajectories()) == 1
 
 
-def test_threads_may_record_at_once() -> None:
-    session = new_session()
+def test_threads_may_record_at_once(session: Session) -> None:
     completions = [completed([1, 2, i], [3]) for i in range(32)]
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(lambda one: session.record(one.prompt_token_ids.tolist(), one), completions))

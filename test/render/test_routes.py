@@ -25,28 +25,17 @@ from torchrl_moe.render.routes import (
     routes_figure,
 )
 
-# -- agreements -------------------------------------------------------------------------------------------------------
 NAN = np.nan
-ENGINE = np.array([[[-1, -1], [0, 1]], [[-1, -1], [2, 3]], [[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=np.int8)
-TRAINER = np.array([[[-1, -1], [1, 0]], [[-1, -1], [3, 1]], [[-1, -1], [-1, -1]], [[0, 1], [0, 1]]], dtype=np.int16)
-
-
-def test_shares_by_hand() -> None:
-    """Two rows are known to both, in layer 1: one has the same set, in another order."""
-    np.testing.assert_array_equal(layer_agreement(ENGINE, TRAINER), [NAN, 0.5])
-    np.testing.assert_array_equal(layer_agreement(ENGINE[None], ENGINE[None, ..., ::-1]), [NAN, 1.0])
-
-
-def test_layers_that_are_not_known_are_no_line() -> None:
-    (line,) = agreement_figure({"none": [NAN, NAN]}).axes[0].get_lines()
-    assert line.get_label() == "none" and len(line.get_xdata()) == 0
+# three tokens, three layers (the first is dense), two of four experts
+THEIRS = np.array([[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, 2]], [[-1, -1], [1, 2], [-1, -1]]], dtype=np.int8)
+OURS = np.array([[[-1, -1], [1, 0], [2, 3]], [[-1, -1], [1, 3], [0, 1]], [[-1, -1], [-1, -1], [0, 1]]], dtype=np.int16)
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: layer_agreement(ENGINE, TRAINER[1:]), "must have the same shape"),
-        (lambda: layer_agreement(ENGINE.astype(float), TRAINER), "recorded must have a signed integer dtype"),
+        (lambda: layer_agreement(THEIRS, OURS[1:]), "must have the same shape"),
+        (lambda: layer_agreement(THEIRS.astype(float), OURS), "recorded must have a signed integer dtype"),
         (lambda: agreement_figure({"live": [[0.5]]}), "live must have 1 dimension, got 2"),
         (lambda: agreement_figure({"live": [80.0]}), r"live: shares must be in 0\.\.1, got 80\.\.80"),
         (lambda: expert_load(THEIRS, 3), r"routes must be in -1\.\.2, got -1\.\.3: check num_experts"),
@@ -71,19 +60,29 @@ def test_bad_input_is_refused(call: Any, told: str) -> None:
         call()
 
 
-# -- heatmaps ---------------------------------------------------------------------------------------------------------
+# -- agreements and heatmaps ------------------------------------------------------------------------------------------
+def test_shares_by_hand() -> None:
+    """Rows unknown to either side do not count: of layers 1 and 2, two are known, and one has the same set."""
+    np.testing.assert_array_equal(layer_agreement(THEIRS, OURS), [NAN, 0.5, 0.5])
+    np.testing.assert_array_equal(layer_agreement(THEIRS[None], THEIRS[None, ..., ::-1]), [NAN, 1.0, 1.0])
+    expected = [[NAN] * 4, [1 / 2, 2 / 2, NAN, NAN], [NAN, NAN, 1 / 2, 1 / 2]]
+    np.testing.assert_allclose(expert_agreement(THEIRS, OURS, 4), expected)
+    same = expert_agreement(THEIRS, THEIRS[..., ::-1], 4)  # in another order
+    assert np.nanmin(same) == np.nanmax(same) == 1
+    assert expert_agreement(THEIRS[:0], THEIRS[:0], 4).shape == (3, 4)
 
 
-# three tokens, three layers (the first is dense), two of four experts
-THEIRS = np.array([[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, 2]], [[-1, -1], [1, 2], [-1, -1]]], dtype=np.int8)
-OURS = np.array([[[-1, -1], [1, 0], [2, 3]], [[-1, -1], [1, 3], [0, 1]], [[-1, -1], [-1, -1], [0, 1]]], dtype=np.int16)
+def test_layers_that_are_not_known_are_no_line() -> None:
+    (line,) = agreement_figure({"none": [NAN, NAN]}).axes[0].get_lines()
+    assert line.get_label() == "none" and len(line.get_xdata()) == 0
 
 
 def test_load_by_hand() -> None:
     expected = [[NAN] * 4, [4 * 2 / 6, 4 * 3 / 6, 4 * 1 / 6, 0], [0, 0, 2, 2]]
-    np.testing.assert_allclose(expert_load(THEIRS, 4), expected)
-    batch = torch.from_numpy(np.stack([THEIRS, THEIRS]))  # [B, T, L, K], a tensor
-    np.testing.assert_allclose(expert_load(batch, 4), expected)
+    batch = torch.from_numpy(np.stack([THEIRS, THEIRS[..., ::-1].copy()]))  # [B, T, L, K], a tensor
+    for routes in (THEIRS, batch):
+        np.testing.assert_allclose(expert_load(routes, 4), expected)
+    assert np.isnan(expert_load(THEIRS[:0], 4)).all()
 
 
 def test_the_load_of_many_experts_is_counted_like_a_naive_loop() -> None:
@@ -93,20 +92,6 @@ def test_the_load_of_many_experts_is_counted_like_a_naive_loop() -> None:
         for layer, experts in enumerate(row):
             counts[layer, experts] += 1
     np.testing.assert_allclose(expert_load(routes.astype(np.int16), 200), counts * 200 / 300)
-
-
-def test_agreement_by_hand() -> None:
-    """Rows unknown to either side do not count: the third token is in no layer."""
-    expected = [[NAN] * 4, [1 / 2, 2 / 2, NAN, NAN], [NAN, NAN, 1 / 2, 1 / 2]]
-    np.testing.assert_allclose(expert_agreement(THEIRS, OURS, 4), expected)
-
-
-def test_the_order_of_experts_does_not_matter_and_there_may_be_no_rows() -> None:
-    same = expert_agreement(THEIRS, THEIRS[..., ::-1], 4)
-    assert np.nanmin(same) == np.nanmax(same) == 1
-    np.testing.assert_allclose(expert_load(THEIRS, 4), expert_load(THEIRS[..., ::-1], 4))
-    assert np.isnan(expert_load(THEIRS[:0], 4)).all()
-    assert expert_agreement(THEIRS[:0], THEIRS[:0], 4).shape == (3, 4)
 
 
 def test_panels_hold_the_arrays() -> None:
@@ -134,8 +119,7 @@ def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypat
 
 # -- kept numbers -----------------------------------------------------------------------------------------------------
 def test_counts_by_hand() -> None:
-    sizes = torch.tensor([[0, 3, -2], [0, 0, 1]], dtype=torch.int32)
-    sampled = torch.tensor([[False, True, True], [False, True, True]])
+    sizes, sampled = torch.tensor([[0, 3, -2], [0, 0, 1]], dtype=torch.int32), torch.tensor([[False, True, True]] * 2)
     np.testing.assert_array_equal(kept_counts(sizes, sampled, 10), [3, 8, 10, 1])
 
 
@@ -158,8 +142,6 @@ def test_rows_of_a_table_by_hand() -> None:
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
-
-
 NEAR = [(3.0, "SIGKILL"), (3.15, "replica 1 DEAD"), (3.7, "replica 1 STARTING"), (5.9, "replica 1 SERVING")]
 
 
@@ -190,21 +172,13 @@ def test_more_events_than_there_is_room_for_are_drawn_all_the_same() -> None:
 
 
 # -- route maps -------------------------------------------------------------------------------------------------------
-
-
-# three tokens, three layers (the first is dense), two experts for each token; the last has no route
-ROUTES = np.array(
-    [[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, -1]], [[-1, -1], [-1, -1], [-1, -1]]], dtype=np.int8
-)
-
-
-def images(figure: Any) -> list[Any]:
-    return [axes.get_images()[0].get_array().filled(NAN) for axes in figure.axes]
+# two experts for each of three tokens; the last has no route
+ROUTES = np.array([[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, -1]], [[-1, -1]] * 3], dtype=np.int8)
 
 
 def test_maps_by_hand() -> None:
     figure = routes_figure(torch.from_numpy(ROUTES), prompt=1, title="a rollout")
-    first, second = images(figure)
+    first, second = (axes.get_images()[0].get_array().filled(NAN) for axes in figure.axes)
     np.testing.assert_array_equal(first, [[1, 1, NAN], [1, 1, NAN], [0, 0, NAN], [0, 0, NAN]])
     np.testing.assert_array_equal(second, [[0, 0, NAN], [0, 0, NAN], [1, 0, NAN], [1, 1, NAN]])
     assert [axes.get_ylabel() for axes in figure.axes] == ["layer 1\nexpert", "layer 2\nexpert"]

@@ -1,6 +1,6 @@
 """vLLMWrapper over a fake engine: every key in every mode, whatever goes in; and what it refuses.
 
-How an answer is laid out is checked by hand in ``test_rollout.py``, real answers in ``test_policy_parity.py``.
+How an answer is laid out is checked by hand in ``test_rollout.py``, real answers in ``test_policy_sampling.py``.
 """
 
 from __future__ import annotations
