@@ -1,4 +1,4 @@
-"""What an engine promises to who calls it, kept alike by the fake, plain transformers and vLLM, two replicas each.
+"""What an engine promises to who calls it: two replicas of the fake, plain transformers, vLLM, and vLLM's in Ray.
 
 That its log-probs, routes and weights are the model's is in ``test/testing/conformance/test_service.py``.
 """
@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.actors import actor_process
 from support.processes import process_of
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.testing import FakeAsyncVLLM
 
 IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
 LONG = 120
 GREEDY = {"temperature": 0.0}
 VLLM = pytest.param("engine", marks=pytest.mark.engine("qwen3_moe", num_replicas=2), id="vllm")
+RAY = pytest.param("ray_pair", marks=[pytest.mark.ray, pytest.mark.engine("qwen3_moe")], id="ray")
 CLOSE = 1e-4
 """Of log-probs that two batches of different shapes compute."""
 
@@ -37,7 +40,7 @@ def fake() -> Iterator[FakeAsyncVLLM]:
         yield made
 
 
-@pytest.fixture(params=["fake", pytest.param("second_engine", id="transformers"), VLLM])
+@pytest.fixture(params=["fake", pytest.param("second_engine", id="transformers"), VLLM, RAY])
 def service(request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine that serves; whatever a test did, nothing of it is left in a replica."""
     made = request.getfixturevalue(request.param)
@@ -289,10 +292,7 @@ def told(parts: list[Any], index: int = 0) -> tuple[list[int], str, list[float]]
     return tokens, "".join(output.text for output in outputs), [float(one) for o in outputs for one in o.logprobs]
 
 
-STREAMS = pytest.mark.parametrize("streaming", ["fake", VLLM])
-
-
-@STREAMS
+@pytest.mark.parametrize("streaming", ["fake", VLLM, RAY])
 @pytest.mark.parametrize("how", ["plain", "stop strings", "paused meanwhile"])
 def test_parts_are_the_beginning_of_the_answer(streaming: str, how: str, request: pytest.FixtureRequest) -> None:
     service, parts = request.getfixturevalue(streaming), []
@@ -322,12 +322,14 @@ def test_parts_are_the_beginning_of_the_answer(streaming: str, how: str, request
         mine = [one for part in parts for one in part.outputs if one.index == output.index]
         made_by = np.concatenate([one.policy_versions for one in mine])
         assert made_by.tolist() == output.policy_versions[: len(tokens)].tolist()
-        if output.kept is not None and streaming == "engine":
+        if output.kept is not None and streaming != "fake":
             sizes = np.concatenate([one.kept.sizes for one in mine])
             assert sizes.tolist() == output.kept.sizes[: len(tokens)].tolist()
 
 
-@STREAMS
+@pytest.mark.parametrize(
+    "streaming", ["fake", VLLM, pytest.param(*RAY.values, marks=[*RAY.marks, pytest.mark.soak], id="ray")]
+)
 def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.FixtureRequest) -> None:
     """The stream goes on where its replica left it, and no token of it is told twice."""
 
@@ -366,8 +368,10 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
 
 def kill(service: Any, index: int) -> None:
     replica = service.replica_table[index].replica
-    if isinstance(service, AsyncVLLM):
+    if isinstance(replica, LocalReplica):
         process_of(replica).kill()
+    elif isinstance(service, AsyncVLLM):
+        actor_process(replica).kill()
     else:
         threading.Thread(target=replica.die).start()  # it tells the service, whose loop may be the caller's
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import ray
 
 from support.processes import TESTS
@@ -67,6 +68,14 @@ def actor_of(replica: Any) -> Any:
 def pids(replica: Any) -> tuple[int, int]:
     """The processes of the actor and of the toy engine."""
     return tuple(ray.get(actor_of(replica).pids.remote(), timeout=20))
+
+
+def actor_process(replica: Any) -> psutil.Process:
+    """The process of a real actor: the one that listens at its listener."""
+    port = ray.get(replica._child._actor.describe.remote(), timeout=20).address.port
+    candidates = [process for process in psutil.process_iter() if process.name().startswith("ray::")]
+    (actor,) = [p for p in candidates if any(c.laddr.port == port for c in p.net_connections() if c.status == "LISTEN")]
+    return actor
 
 
 def groups_in_use() -> list[str]:

@@ -1,7 +1,7 @@
 """vLLMWrapper in TorchRL's own pipeline: chat environment, collector, replay buffer, advantages. All of it is stock.
 
 What comes out of the far end is compared with what the engine says of those tokens when it is asked again: routes that
-had slipped by one row, or to another sample, would show there. ``test_policy_parity.py`` compares them with a forward.
+had slipped by one row, or to another sample, would show there. ``test_policy_sampling.py`` compares with a forward.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from support.actors import Holder, groups_in_use, pids, ray_service, toy_actors
+from support.actors import Holder, actor_process, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, is_gone
 from support.replicas import ScriptedReplica
 from support.toy_engine import bring
@@ -284,14 +284,6 @@ def test_a_start_that_fails_leaves_nothing_in_the_cluster(ray_cluster: Any) -> N
 
 IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-
-
-def actor_process(replica: Any) -> psutil.Process:
-    """The process of a real actor: the one that listens at its listener."""
-    port = ray.get(replica._child._actor.describe.remote(), timeout=20).address.port
-    candidates = [process for process in psutil.process_iter() if process.name().startswith("ray::")]
-    (actor,) = [p for p in candidates if any(c.laddr.port == port for c in p.net_connections() if c.status == "LISTEN")]
-    return actor
 
 
 @pytest.mark.ray
