@@ -58,10 +58,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: AsyncVLLM.from_pretrained("./none"),
         "no model at './none': .* model.save_pretrained",
     ),
-    "no tokenizer": (
-        lambda: AsyncVLLM.from_pretrained(bare()),
-        r"has no tokenizer: tokenizer.save_pretrained\(",
-    ),
+    "no tokenizer": (lambda: AsyncVLLM.from_pretrained(bare()), r"has no tokenizer: tokenizer.save_pretrained\("),
     "no tokenizer, as an argument": (lambda: AsyncVLLM.launch({"model": bare()}), "'bare' has no tokenizer: "),
     "no tokenizer, for the second engine": (
         lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),

@@ -17,21 +17,13 @@ from support.family_configs import BFLOAT16_SINCE, CONFIGS, LARGER, REFUSED_CONF
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.tiny_moe import _draw_weights
 
+# fmt: off
 SMALL: Mapping[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 3,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }
+# fmt: on
 E, K = 8, 3
 OLDEST = "5.18"
 """The oldest release of transformers that ``pyproject.toml`` allows."""
@@ -41,26 +33,13 @@ OLDEST = "5.18"
 class Family:
     """A model type of transformers, one way it is configured, and what replay is to find in it: E = 8, K = 3."""
 
-    formula: str
-    """A key of ``gating.FORMULAS``."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Over :data:`SMALL`; of the text part, where there are others."""
-
-    model_type: str = ""
-    """If it is not the family's name."""
-
-    model_class: str = ""
-    """If it is no ``AutoModelForCausalLM``."""
-
-    layers: Sequence[int] = (0, 1, 2)
-    """Those with a router."""
-
-    dense: str = ""
-    """The config key that makes the others dense."""
-
-    notes: str = ""
-    """For the page's table."""
+    formula: str  # a key of gating.FORMULAS
+    config: Mapping[str, Any] = field(default_factory=dict)  # over SMALL; of the text part, where there are others
+    model_type: str = ""  # if it is not the family's name
+    model_class: str = ""  # if it is no AutoModelForCausalLM
+    layers: Sequence[int] = (0, 1, 2)  # those with a router
+    dense: str = ""  # the config key that makes the others dense
+    notes: str = ""  # for the page's table
 
 
 FAMILIES: Mapping[str, Family] = {name: Family(**values) for name, values in CONFIGS.items()}
@@ -109,7 +88,7 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **mor
     """A tiny model of a family, in eval mode."""
     if is_absent(name):
         pytest.skip(f"transformers {since(name)} brought {model_type(name)}, this is {transformers.__version__}")
-    family = FAMILIES.get(name) or Family(formula="", **{k: v for k, v in REFUSED[name].items() if k != "says"})
+    family = FAMILIES.get(name) or Family(**{k: v for k, v in REFUSED[name].items() if k != "says"})
     values = {**SMALL, **family.config, **more}
     if name in LARGER:
         values = {"text_config": values, **LARGER[name]}
