@@ -10,9 +10,10 @@ import pytest
 
 from support import torchrl_differences, torchrl_page
 from support.torchrl_calls import CALLS
-from support.torchrl_differences import Book, Pair
+from support.torchrl_differences import Book, Pair, compare, has_member, parameters, public_members, shared_methods
 
 BOOK = Book.read()
+LACKS = "is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
 
 
 def refusals() -> Iterator[tuple[str, str, Any]]:
@@ -52,8 +53,7 @@ def test_a_parameter_that_torchrl_adds_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GRPOLoss, "__init__", init)
     book = Book.read()
     losses = Book([pair for pair in book.pairs if "objectives" in pair.ours], [], [])
-    told = "'novelty' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
-    assert list(losses.problems()) == [f"{name}: {told}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
+    assert list(losses.problems()) == [f"{name}: 'novelty' {LACKS}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
 
 
 # -- the check itself, on made-up signatures --------------------------------------------------------------------------
@@ -101,8 +101,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_new_release_adds_is_named(made_up: None) -> None:
     assert problems(New, Ours) == [
-        "Thing: 'color' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
-        "Thing: 'run.deep' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
+        f"Thing: 'color' {LACKS}",
+        f"Thing: 'run.deep' {LACKS}",
         "Thing: TorchRL's has 'fresh', and ours has not: add it, or a reason under members",
     ]
     reasons = {"color": {"refused": "why"}, "run.deep": {"refused": "why"}}
@@ -120,15 +120,53 @@ def test_reasons_without_a_difference_are_stale(made_up: None) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ours", "differences"),
+    [
+        (lambda model, size=1, extra=3, *, late=0, mode="a": None, {}),
+        (lambda model, extra=3, size=1, *, mode="a", late=0: None, {"size": {"position"}}),
+        (lambda model, *, size=1, mode="a", late=0: None, {"size": {"keyword"}}),
+        (lambda path, size=1, *, mode="a", late=0: None, {"model": {"position", "absent"}}),
+        (lambda model, size=2, *, mode, late=0: None, {"size": {"default"}, "mode": {"default"}}),
+        (lambda model, size=1: None, {"mode": {"absent"}, "late": {"absent"}}),
+        (lambda model, size=1, **rest: None, {"mode": {"caught"}, "late": {"caught"}}),
+        (lambda model=0, *, size=2, mode="a", late=0: None, {"model": {"default"}, "size": {"keyword", "default"}}),
+    ],
+)
+def test_differences(ours: Any, differences: dict[str, set[str]]) -> None:
+    def theirs(model: Any, size: int = 1, *, mode: str = "a", late: int = 0) -> None: ...
+
+    found = compare(parameters(theirs), parameters(ours))
+    assert {row.name: set(row.differences) for row in found if row.differences} == differences
+
+
 def test_a_parameter_at_another_place_has_no_excuse() -> None:
     reasons = {"model": {"default": "why", "wider": "why"}, "size": {"wider": "why"}, "mode": {"same": "why"}}
     at = "stands at another place than in TorchRL's: a value given by position would mean something else"
     assert problems(Theirs, Moved, parameters=reasons) == [f"Thing: 'model' {at}", f"Thing: 'size' {at}"]
-    without = problems(Theirs, Moved, parameters={**reasons, "mode": {}})
-    assert (
-        without[2]
-        == "Thing: 'mode' is caught by ours with **keywords: add 'same', 'wider', 'otherwise' or 'refused', and why"
-    )
+    caught = "Thing: 'mode' is caught by ours with **keywords: add 'same', 'wider', 'otherwise' or 'refused', and why"
+    assert problems(Theirs, Moved, parameters={**reasons, "mode": {}})[2] == caught
+
+
+class Child(Theirs):
+    value = 3
+
+    def __init__(self, path: str, _ray_trace_ctx: Any = None) -> None:  # which Ray adds to an actor's class
+        self.path = path
+
+    def run(self, slow: bool = True) -> None: ...
+    @classmethod
+    def made(cls, path: str) -> None: ...
+
+
+def test_members() -> None:
+    package = __name__.split(".")[0]
+    assert public_members(Child, package) == ["gone", "made", "run", "value"] and public_members(Child, "torchrl") == []
+    assert shared_methods(Theirs, Child, package) == ["run"]
+    assert [name for name in ("path", "gone", "value", "x") if has_member(Child, name)] == ["path", "gone", "value"]
+    assert has_member(Child, "value", like=Child)
+    assert not has_member(type("Other", (), {"gone": 3}), "gone", like=Theirs)  # a method there
+    assert [*parameters(Child), *parameters(Child, "run"), *parameters(Child, "made")] == ["path", "slow", "path"]
 
 
 def test_a_refusal_that_no_signature_shows_needs_an_example() -> None:

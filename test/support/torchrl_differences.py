@@ -1,37 +1,166 @@
-"""What of TorchRL's is different here: both signatures, and the reasons in docs/torchrl.toml.
+"""What of TorchRL's is different here: both signatures, parameter by parameter, and the reasons in docs/torchrl.toml.
 
 Every parameter, method and name of TorchRL's is compared. What differs needs a reason, and a reason needs a difference.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
+from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from support.signatures import Comparison, alone, compare, has_member, parameters, public_members, shared_methods
+from support.sources import PACKAGE
 
 REASONS = Path(__file__).parents[2] / "docs" / "torchrl.toml"
 THEIR_PACKAGE = "torchrl"
 
-LABELS = {
-    "default": "other default",
-    "keyword": "by name only",
-    "wider": "wider",
-    "otherwise": "computes otherwise",
-    "refused": "refused",
-    "same": "same",
-}
+LABELS = {"default": "other default", "keyword": "by name only", "wider": "wider", "otherwise": "computes otherwise"}
+LABELS |= {"refused": "refused", "same": "same"}
 """What a reason is for -> how the table says it."""
 KINDS = {"fault": "pins a fault of TorchRL", "internal": "tests TorchRL's internals", "open": "open"}
 """Why a test of TorchRL's does not pass with our classes -> how the table says it."""
 
 Reasons = Mapping[str, Any]
 """Keys of ``LABELS``, each with its why; ``example`` is a value that is refused."""
+
+
+# -- signatures -------------------------------------------------------------------------------------------------------
+
+Difference = Literal["position", "keyword", "default", "absent", "caught"]
+"""How a parameter of TorchRL's is not ours: another stands at its place; by its name only; another default, or none;
+there is none of that name; there is none, and ``**keywords`` take it, which says nothing about what becomes of it."""
+
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One parameter of the first signature."""
+
+    name: str
+    theirs: str  # its default there, as Python writes it
+    ours: str  # its default here; empty if there is no such parameter
+    differences: frozenset[Difference]
+
+
+ADDED_BY_RAY = "_ray_trace_ctx"
+"""Ray gives it to the methods of a class in place, once an actor was made of the class in this process."""
+
+
+def parameters(owner: Any, method: str = "") -> dict[str, Parameter]:
+    """Return the parameters of a function, of a class's constructor or of its ``method``, without ``self``."""
+    if method:
+        function = getattr(owner, method)
+        bound = isinstance(inspect.getattr_static(owner, method), classmethod | staticmethod)
+        return _listed(function, skip=0 if bound else 1)
+    return _constructor(owner.__mro__) if inspect.isclass(owner) else _listed(owner, skip=0)
+
+
+def _listed(function: Callable[..., Any], skip: int) -> dict[str, Parameter]:
+    listed = list(inspect.signature(function).parameters.items())[skip:]
+    return {name: parameter for name, parameter in listed if name != ADDED_BY_RAY}
+
+
+def _constructor(mro: tuple[type, ...]) -> dict[str, Parameter]:
+    """``**arguments`` of ours stand for what the base of ours takes: they are replaced by that."""
+    at = next(i for i, cls in enumerate(mro) if "__init__" in vars(cls))
+    found = _listed(mro[at].__init__, skip=1)  # type: ignore[misc]
+    base = next((cls for cls in mro[at + 1 :] if "__init__" in vars(cls)), object)
+    caught = [name for name, parameter in found.items() if parameter.kind is Parameter.VAR_KEYWORD]
+    if caught and mro[at].__module__.startswith(f"{PACKAGE}.") and base.__module__.startswith(f"{PACKAGE}."):
+        del found[caught[0]]
+        found = {**found, **{k: v for k, v in _constructor(mro[at + 1 :]).items() if k not in found}}
+    return found
+
+
+def shown(parameter: Parameter) -> str:
+    """A parameter's default as Python writes it, without addresses."""
+    if parameter.default is Parameter.empty:
+        return "" if parameter.kind in STARS else "required"
+    if inspect.isclass(parameter.default) or inspect.isroutine(parameter.default):
+        return str(parameter.default.__name__)
+    return "unset" if " at 0x" in repr(parameter.default) else repr(parameter.default)
+
+
+def compare(theirs: Mapping[str, Parameter], ours: Mapping[str, Parameter]) -> list[Comparison]:
+    """Return every parameter of ``theirs``, and what has become of it in ``ours``."""
+    kinds = {parameter.kind for parameter in ours.values()}
+    places = [name for name, parameter in ours.items() if parameter.kind in POSITIONAL]
+    found = []
+    for place, (name, parameter) in enumerate(theirs.items()):
+        mine = ours.get(name)
+        differences: set[Difference] = set()
+        if parameter.kind in STARS:
+            name = STARS[parameter.kind] + name
+            differences |= {"absent"} if parameter.kind not in kinds else set()
+        else:
+            if parameter.kind in POSITIONAL and place < len(places) and places[place] != name:
+                differences.add("position")
+            if mine is None:
+                differences.add("caught" if Parameter.VAR_KEYWORD in kinds else "absent")
+            else:
+                differences |= {"keyword"} if parameter.kind in POSITIONAL and mine.kind not in POSITIONAL else set()
+                differences |= {"default"} if shown(parameter) != shown(mine) else set()
+        here = "" if mine is None or parameter.kind in STARS else shown(mine)
+        found.append(Comparison(name, shown(parameter), here, frozenset(differences)))
+    return found
+
+
+def alone(theirs: Mapping[str, Parameter], ours: Mapping[str, Parameter]) -> list[str]:
+    """Return the parameters that only ``ours`` has."""
+    kinds = {*STARS} & {parameter.kind for parameter in theirs.values()}
+    mine = {name: parameter for name, parameter in ours.items() if name not in theirs and parameter.kind not in kinds}
+    return [STARS.get(parameter.kind, "") + name for name, parameter in mine.items()]
+
+
+def public_members(owner: type, package: str) -> list[str]:
+    """Return the public names that a class has from itself and from its bases in ``package``."""
+    classes = [cls for cls in owner.__mro__ if cls.__module__.split(".")[0] == package]
+    return sorted({name for cls in classes for name in vars(cls) if not name.startswith("_")})
+
+
+def has_member(owner: type, name: str, like: type | None = None) -> bool:
+    """Whether a class has a name, or one of its methods sets it on ``self``; a method if it is one of ``like``."""
+    if hasattr(owner, name):
+        return like is None or _is_method(owner, name) or not _is_method(like, name)
+    return name in _set_on_self(owner)
+
+
+def _is_method(owner: type, name: str) -> bool:
+    value = getattr(owner, name, None)
+    return callable(value) and not inspect.isclass(value)
+
+
+@cache
+def _set_on_self(owner: type) -> set[str]:
+    own = (PACKAGE, owner.__module__.split(".")[0])
+    classes = [cls for cls in owner.__mro__ if cls.__module__.split(".")[0] in own]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(cls))) for cls in classes]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def shared_methods(theirs: type, ours: type, package: str) -> list[str]:
+    """Return the methods of ``theirs`` that ``ours`` has too, and has not taken over as they are."""
+    found = []
+    for name in public_members(theirs, package):
+        one, other = (inspect.getattr_static(owner, name, None) for owner in (theirs, ours))
+        if one is not other and all(_is_method(owner, name) for owner in (theirs, ours)):
+            found.append(name)
+    return found
+
+
+# -- what the page says of them ---------------------------------------------------------------------------------------
 
 
 def load(path: str) -> Any:
@@ -47,12 +176,9 @@ class Pair:
     title: str
     theirs: str
     ours: str
-    method: str = ""
-    """A method that stands for itself: a second constructor."""
-    apart: Sequence[str] = ()
-    """Methods of a class that are pairs by themselves."""
-    like: Sequence[str] = ()
-    """The titles of other pairs, whose reasons hold here too."""
+    method: str = ""  # one that stands for itself: a second constructor
+    apart: Sequence[str] = ()  # methods of a class that are pairs by themselves
+    like: Sequence[str] = ()  # the titles of other pairs, whose reasons hold here too
     parameters: Mapping[str, Reasons] = field(default_factory=dict)
     """By name; ``method.name`` for those of a method. Names with one reason may share a key, with commas."""
     members: Mapping[str, str] = field(default_factory=dict)
@@ -142,21 +268,14 @@ class Book:
 
     def inherited(self, pair: Pair) -> dict[str, Reasons]:
         """Return the reasons of the pairs that a pair is like."""
-        found: dict[str, Reasons] = {}
-        for title in pair.like:
-            found |= self.reasons(self.named(title))
-        return found
+        return {name: why for other in self._like(pair) for name, why in self.reasons(other).items()}
 
     def members(self, pair: Pair) -> dict[str, str]:
         """Return why methods and attributes are not here, by the pair and by those it is like."""
-        found: dict[str, str] = {}
-        for title in pair.like:
-            found |= self.members(self.named(title))
-        return {**found, **pair.members}
+        return {name: why for other in self._like(pair) for name, why in self.members(other).items()} | {**pair.members}
 
-    def named(self, title: str) -> Pair:
-        """Return the pair of that title."""
-        return next(pair for pair in self.pairs if pair.title == title)
+    def _like(self, pair: Pair) -> list[Pair]:
+        return [next(other for other in self.pairs if other.title == title) for title in pair.like]
 
     def problems(self) -> Iterator[str]:
         """Return what the file of reasons lacks or has too much, each with the name and what to do."""
