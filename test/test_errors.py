@@ -32,13 +32,8 @@ def drawn() -> dict[str, list[str]]:
 def test_the_classes_are_the_drawn_tree() -> None:
     built = {name: [base.__name__ for base in getattr(_errors, name).__bases__] for name in _errors.__all__}
     assert built == drawn()
-
-
-def test_the_drawing_has_the_known_corners() -> None:
-    assert drawn()["RoutingError"] == ["TorchRLMoEError"]
-    assert drawn()["RouteShapeError"] == ["RoutingError", "ValueError"]
-    assert drawn()["SyncTimeout"] == ["WeightSyncError", "TimeoutError"]
-    assert drawn()["MissingEntryError"] == ["TorchRLMoEError", "KeyError", "ValueError"]
+    assert built["SyncTimeout"] == ["WeightSyncError", "TimeoutError"]  # the drawing was read
+    assert built["MissingEntryError"] == ["TorchRLMoEError", "KeyError", "ValueError"]
 
 
 @pytest.mark.parametrize("name", _errors.__all__)
@@ -46,9 +41,7 @@ def test_every_error_pickles(name: str) -> None:
     before = getattr(_errors, name)("why")
     before.add_note("where")
     error = pickle.loads(pickle.dumps(before))
-    assert type(error).__name__ == name
-    assert str(error) == "why"
-    assert error.__notes__ == ["where"]
+    assert (type(error).__name__, str(error), error.__notes__) == (name, "why", ["where"])
 
 
 def test_a_timeout_keeps_what_had_finished() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -33,19 +32,14 @@ def make() -> Any:
     return script("make")
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
 @pytest.fixture(scope="module")
 def dense() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "proj" in name:
@@ -90,11 +84,12 @@ def test_smaller_experts_differ_and_are_balanced(make: Any, dense: Any, rows: An
         ({"width": 33}, "width must be a multiple of 8"),
         ({"width": 0}, r"width must be in 1\.\.48"),
         ({"num_experts": 2, "top_k": 3}, r"top_k must be in 1\.\.2"),
+        ({"rows": torch.zeros(1, 1, dtype=torch.long)}, "rows must have some 16 000 tokens"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make: Any, dense: Any, rows: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make.upcycle(dense, rows, **options)
+        make.upcycle(dense, **{"rows": rows, **options})
 
 
 @pytest.mark.parametrize(
@@ -103,23 +98,16 @@ def test_sizes_that_do_not_fit_are_refused(make: Any, dense: Any, rows: Any, opt
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got gelu"),
         ({"attention_bias": True}, r"a Mixtral has no biases, and there is model.layers.0.self_attn.q_proj.bias"),
         ({"head_dim": 16}, r"head_dim must be hidden_size over num_attention_heads, got 16"),
+        ({"dtype": torch.bfloat16}, r"got torch\.bfloat16"),
+        ({"attn_implementation": "eager"}, "attn_implementation must be sdpa, got eager"),
     ],
 )
-def test_a_model_of_another_form_is_refused(make: Any, dense: Any, rows: Any, config: Any, message: str) -> None:
-    other = LlamaForCausalLM(LlamaConfig(**{**dense.config.to_dict(), **config}))
+def test_a_model_of_another_form_is_refused(make: Any, rows: Any, config: Any, message: str) -> None:
+    given = {"dtype": torch.float32, "attn_implementation": "sdpa", **config}
+    kind, attention = given.pop("dtype"), given.pop("attn_implementation")
+    other = LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **given}), attn_implementation=attention)
     with pytest.raises(ValueError, match=message):
-        make.upcycle(other, rows)
-
-
-def test_a_model_that_would_not_be_fitted_right_is_refused(make: Any, dense: Any, rows: Any) -> None:
-    config = copy.deepcopy(dense.config)
-    with pytest.raises(ValueError, match=r"got torch\.bfloat16"):
-        make.upcycle(LlamaForCausalLM(config).bfloat16(), rows)
-    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match="attn_implementation must be sdpa, got eager"):
-        make.upcycle(eager, rows)
-    with pytest.raises(ValueError, match="rows must have some 16 000 tokens"):
-        make.upcycle(dense, rows[:1, :1])
+        make.upcycle(other.to(kind), rows)
 
 
 def test_a_text_is_in_one_module_only(make: Any) -> None:
@@ -144,13 +132,9 @@ def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
     data = [([3, 4, 10 + place % 2, 2], 2) for place in range(8)]
     first = warm.train(model, data, 1, 8, 1e-2)
     assert warm.train(model, data, 60, 8, 1e-2) < first / 2
-
-
-def test_the_answer_to_a_text_continues_it() -> None:
     tokenizer = ByteTokenizer()
-    rows = [{"prompt": "1 + 1 =", "answer": 2}]
-    ((ids, start),) = script("warm_start").examples(rows, tokenizer)
-    assert (ids, start) == ([*b"1 + 1 = 2", tokenizer.eos_token_id], len("1 + 1 ="))
+    ((text, start),) = warm.examples([{"prompt": "1 + 1 =", "answer": 2}], tokenizer)  # the answer continues it
+    assert (text, start) == ([*b"1 + 1 = 2", tokenizer.eos_token_id], len("1 + 1 ="))
 
 
 def test_the_tables_of_mismatch() -> None:

@@ -67,11 +67,8 @@ PATTERN = re.compile(
 )
 
 DOTTED = re.compile(rf"(?<![\w./-]){PACKAGE}(?:\.[A-Za-z_]\w*)+")
-INVENTED = {
-    f"{PACKAGE}.{path}"
-    for path in ("a", "data.b", "data.c", "data.x", "made_up", "modules.backends.no_such_engine",
-                 "modules.backends.vllm.local")
-}  # fmt: skip
+INVENTED = {f"{PACKAGE}.{path}" for path in ("a", "data.b", "data.c", "data.x", "made_up")}
+INVENTED |= {f"{PACKAGE}.modules.backends.{path}" for path in ("no_such_engine", "vllm.local")}
 """Paths of the tests of tests."""
 
 
@@ -103,7 +100,6 @@ def test_no_retired_word_is_in_use() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("It starts anew.", [(1, "anew")]),
         ("def test_it_starts_anew(): ...", [(1, "anew")]),
         ("first\nTold\nof it", [(2, "told of")]),
         ("# it is told\n# of it", [(1, "told of")]),
@@ -133,15 +129,7 @@ def test_every_dotted_path_leads_somewhere() -> None:
     assert {path: found[path] for path in found.keys() - INVENTED if not leads_somewhere(path)} == {}
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("data", True),
-        ("data.RoutedExperts", True),
-        ("data.RoutedExperts.nothing", False),
-        ("data.nothing", False),
-        ("nothing.at.all", False),
-    ],
-)
-def test_a_path_that_leads_nowhere_is_found(path: str, expected: bool) -> None:
-    assert leads_somewhere(f"{PACKAGE}.{path}") == expected
+def test_a_path_that_leads_nowhere_is_found() -> None:
+    assert leads_somewhere(f"{PACKAGE}.data") and leads_somewhere(f"{PACKAGE}.data.RoutedExperts")
+    for path in ("data.RoutedExperts.nothing", "data.nothing", "nothing.at.all"):
+        assert not leads_somewhere(f"{PACKAGE}.{path}")

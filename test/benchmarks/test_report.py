@@ -1,7 +1,8 @@
-"""What a benchmark found is kept, whatever its numbers are made of."""
+"""Benchmarks can be imported, and what one found is kept, whatever its numbers are made of."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,15 @@ import pytest
 import torch
 
 from benchmarks.report import RESULTS, Row, finish, read_records, table
+from support.sources import ROOT
+
+FILES = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+
+@pytest.mark.needs_vllm
+@pytest.mark.parametrize("name", [".".join(path.parts) for path in FILES])
+def test_it_can_be_imported(name: str) -> None:
+    import_module(name)
 
 
 @pytest.mark.parametrize("missed", [False, np.float64(1.08) <= 1.05, torch.tensor(1.08) <= 1.05])

@@ -98,12 +98,7 @@ class ConformingEngine:
     name = "conforming"
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        token_seconds: float = 0.0,
-        is_live: bool = False,
-        raw_log_probs: bool = False,
+        self, model: PreTrainedModel, *, token_seconds: float = 0.0, is_live: bool = False, raw_log_probs: bool = False
     ) -> None:
         self.model = copy.deepcopy(model)
         self.cache_argument = cache_argument(inspect.signature(model.forward).parameters)

@@ -9,15 +9,9 @@ from torch import Tensor
 from support.reference import TIE, Reference, route_mismatches, side_at_ties
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
-SCORES = torch.tensor(
-    [
-        [4.0, 3.0, 3.0, 1.0],  # 1 and 2 tie for the second place
-        [4.0, 3.0, 3.0 - 2 * TIE, 1.0],  # nearly, and not near enough
-        [2.0, 2.0, 2.0, 2.0],
-        [4.0, 3.0, 3.0 - TIE / 2, 1.0],
-    ]
-)
-OURS = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1]])
+# 1 and 2 tie for the second place; nearly, and not near enough; all tie; near enough
+SCORES = torch.tensor([[4.0, 3, 3, 1], [4, 3, 3 - 2 * TIE, 1], [2, 2, 2, 2], [4, 3, 3 - TIE / 2, 1]])
+OURS = torch.tensor([[0, 1]] * 4)
 
 
 @pytest.mark.parametrize(

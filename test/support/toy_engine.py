@@ -107,13 +107,7 @@ class ToyEngine:
             routed_experts=None,
             sampling_mask=None,
         )
-        yield SimpleNamespace(
-            prompt=text,
-            prompt_token_ids=ids,
-            num_cached_tokens=1,
-            outputs=[answer],
-            metrics=None,
-        )
+        yield SimpleNamespace(prompt=text, prompt_token_ids=ids, num_cached_tokens=1, outputs=[answer], metrics=None)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborts.append(request_ids)

@@ -20,14 +20,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    CompletionOutput,
-    KeptIds,
-    OnResume,
-    Request,
-    this_process,
-)
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request, this_process
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, Transport
@@ -47,10 +40,7 @@ class Versions:
         self.replicas = [entry.replica for entry in engine.replica_table]
         self.reference = Reference(shelf.folder(family))
         self.store = WeightStoreWriter(folder)
-        kinds: dict[str, Callable[[Path], Transport]] = {
-            "memmap": MemmapTransport,
-            "gloo": GlooTransport,
-        }
+        kinds: dict[str, Callable[[Path], Transport]] = {"memmap": MemmapTransport, "gloo": GlooTransport}
         self.transport = kinds[transport](folder)
         for replica in self.replicas:  # a test before may have updated it by a sender
             replica.call(Engine.claim_weights, SECONDS, this_process(), True)
@@ -162,13 +152,7 @@ class Versions:
         return max(found)
 
     def _faults(
-        self,
-        ids: Tensor,
-        sides: Tensor,
-        output: CompletionOutput,
-        tokens: Tensor,
-        own: Tensor,
-        followed: Tensor | None,
+        self, ids: Tensor, sides: Tensor, output: CompletionOutput, tokens: Tensor, own: Tensor, followed: Tensor | None
     ) -> str:
         """Return in what an answer differs from the model as it is.
 

@@ -33,9 +33,7 @@ FIELDS = {
 }
 """``file:name`` of a tuple or a mapping of fields' names -> their class."""
 
-OPTIONAL = {
-    "vllm.v1.worker.gpu_worker.HAS_TRITON": "0.33 asks there; 0.32 in the configuration, which is set, too",
-}
+OPTIONAL = {"vllm.v1.worker.gpu_worker.HAS_TRITON": "0.33 asks there; 0.32 in the configuration, which is set, too"}
 """What not every release has, as it would be reported -> why that is right."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -44,18 +44,12 @@ def script() -> ModuleType:
     return module
 
 
-# -- nothing but imports ----------------------------------------------------------------------------------------------
-
-
 def imported_from_us(tree: ast.Module) -> dict[str, Any]:
     """Name -> TorchRL's own, of what the script's first lines import from us."""
     lines = [n for n in tree.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("torchrl_moe")]
     assert {line.module for line in lines} == set(SWAPPED)
-    return {
-        alias.name: getattr(import_module(SWAPPED[line.module or ""]), alias.name)
-        for line in lines
-        for alias in line.names
-    }
+    names = [(SWAPPED[line.module or ""], alias.name) for line in lines for alias in line.names]
+    return {name: getattr(import_module(module), name) for module, name in names}
 
 
 def test_each_call_is_one_of_torchrls_own() -> None:
@@ -70,9 +64,6 @@ def test_each_call_is_one_of_torchrls_own() -> None:
         inspect.signature(function).bind(*call.args, **{word.arg: None for word in call.keywords if word.arg})
         checked.add(name)
     assert checked == set(theirs)
-
-
-# -- each form runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +128,6 @@ def test_everything_in_ray(ray_cluster: ClusterHolder, tmp_path: Path) -> None:
     steps = re.findall(r"step +(\d+)  policy (\d+)  .* to the sampler ([+-]\S+)", run.stdout)
     assert [(step, version) for step, version, _ in steps] == [("1", "1"), ("2", "2")]
     assert all(abs(float(distance)) < 1e-5 for *_, distance in steps)
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
