@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.releases import releases
-from support.vllm_uses import FIELDS, OPTIONAL, Report, Search, download, installed
+from support.vllm_uses import FIELDS, OPTIONAL, Report, Search, download, installed, releases
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path.home() / ".cache" / "torchrl_moe"

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from support.families import FAMILIES, REFUSED, is_absent, model_type, since
-from support.releases import releases
 from support.served_families import SERVED, Served
+from support.vllm_uses import releases
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"

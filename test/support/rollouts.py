@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -161,3 +161,17 @@ def total(out: Any) -> Tensor:
 
 def numbers(out: Any) -> dict[str, float]:
     return {key: value.detach().item() for key, value in out.items()}
+
+
+NAN, INF = float("nan"), float("inf")
+Run = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def row(*values: float) -> Tensor:
+    """One sequence, float64."""
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def every(width: int) -> Tensor:
+    """A mask of one sequence that selects all tokens."""
+    return torch.ones(1, width, dtype=torch.bool)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.manifests import note_made
-from support.weights import Fleet, weights
+from support.weights import Fleet, note_made, weights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.clock import Clock
 from support.completions import assert_same_answers, cut
 from support.replicas import ScriptedReplica
-from support.requests import waiting_request
+from support.services import waiting_request
 from support.waiting import HOUR, PATIENCE, in_thread, until
 from torchrl_moe.errors import (
     EngineError,
