@@ -31,22 +31,14 @@ from torchrl_moe.modules.backends.vllm.engine_args import (
     seeded,
 )
 
-__all__ = [
-    "PROGRAM",
-    "Forks",
-    "arguments_of",
-    "devices_per_replica",
-    "engine_environment",
-    "reason_not_to_fork",
-    "seeded",
-]
+__all__ = ["PROGRAM", "Forks"]
+__all__ += ["arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
 
 PROGRAM = "support.forkable"
 
 GONE = 3
 LOOK_SECONDS = 0.05
-ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "test")])
+PYTHONPATH = os.pathsep.join(map(str, [Path(__file__).parents[2], Path(__file__).parents[1]]))
 
 
 def preload() -> str:
@@ -107,8 +99,7 @@ class Forked:
     """A forked process and the driver's end of its socket."""
 
     def __init__(self, process: ForkedProcess, connection: Connection) -> None:
-        self.process = process
-        self.connection = connection
+        self.process, self.connection = process, connection
 
     def ask(self, *message: Any) -> Any:
         self.connection.send(message)
@@ -125,16 +116,12 @@ class Forked:
 
 
 class Forks:
-    """Servers for this module, and what they fork.
-
-    Args:
-        folder: of the log that all processes share, and of the list of imports.
-    """
+    """Servers for this module, and what they fork; the folder has the log that all share, and the list of imports."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "log"
-        self._servers: list[ForkServer] = []
+        self._servers: dict[int, ForkServer] = {}
         self._forked: list[Forked] = []
 
     def environment(self, **changes: str) -> dict[str, str]:
@@ -147,8 +134,7 @@ class Forks:
 
     def server(self, **changes: str) -> ForkServer:
         server = fork_server("support.forkable", self.environment(**changes))
-        if server not in self._servers:
-            self._servers.append(server)
+        self._servers[id(server)] = server
         return server
 
     def ask(self, server: ForkServer, **changes: str) -> tuple[Launch, Connection]:
@@ -168,7 +154,7 @@ class Forks:
         for forked in self._forked:
             forked.process.kill()
             forked.connection.close()
-        for server in self._servers:
+        for server in self._servers.values():
             server.end()
 
 

@@ -97,27 +97,13 @@ def inkling(logits: Tensor, experts: Tensor, router: nn.Module) -> Tensor:
     """inkling: sigmoids of the chosen and of the shared experts, normalised together: ``[N, K + shared]``."""
     scores = 1 / (1 + (-logits).exp())
     shared = scores[:, router.num_experts :]
-    return scaled(share(torch.cat([pick(scores[:, : router.num_experts], experts), shared], -1)), router) * (
-        router.global_scale.double()
-    )
+    together = share(torch.cat([pick(scores[:, : router.num_experts], experts), shared], -1))
+    return scaled(together, router) * router.global_scale.double()
 
 
-FORMULAS: dict[str, Formula] = {
-    f.__name__: f
-    for f in (
-        softmax,
-        softmax_normalised,
-        softmax_of_chosen,
-        sigmoid,
-        sigmoid_normalised,
-        sigmoid_eps,
-        sigmoid_capped,
-        sqrtsoftplus_normalised,
-        gemma,
-        llama,
-        inkling,
-    )
-}
+FORMULAS: dict[str, Formula] = {f.__name__: f for f in (softmax, softmax_normalised, softmax_of_chosen, sigmoid)}
+FORMULAS |= {f.__name__: f for f in (sigmoid_normalised, sigmoid_eps, sigmoid_capped, sqrtsoftplus_normalised)}
+FORMULAS |= {f.__name__: f for f in (gemma, llama, inkling)}
 
 
 def router_weight(router: nn.Module) -> nn.Parameter:

@@ -106,14 +106,8 @@ class Versions:
     ) -> None:
         """Each token's log-prob, and each row, is what its version makes of all that stands before it.
 
-        Log-probs are over the words that sampling kept.
-        Earlier versions' tokens are read with the experts that were recorded for them.
-
-        Args:
-            completion: what came of a request.
-            output: one of its answers.
-            only: look at the tokens of this version alone; by default at all.
-            live: earlier versions' tokens were read as this version routes them.
+        Log-probs are over the words that sampling kept. Earlier versions' tokens are read with the experts that were
+        recorded for them, or as this version routes them, if ``live``. ``only``: look at tokens of this version alone.
         """
         prompt, answer = len(completion.prompt_token_ids), len(output.token_ids)
         made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
@@ -156,13 +150,7 @@ class Versions:
     ) -> str:
         """Return in what an answer differs from the model as it is.
 
-        Args:
-            ids: of prompt and answer.
-            sides: the rows to side with at ties.
-            output: the answer.
-            tokens: which of its tokens are looked at.
-            own: which rows are.
-            followed: which rows the model takes from the answer.
+        Looked at are some ``tokens`` and the rows of ``own``, beside ``sides`` at ties and those ``followed``.
         """
         words = None if output.kept is None else self._words(output.kept, ids)
         log_probs, routes = self.reference(ids, routes=sides, followed=followed, words=words)
