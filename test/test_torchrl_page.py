@@ -3,15 +3,69 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torchrl.objectives.llm as theirs
 
 from support import torchrl_differences, torchrl_page
-from support.torchrl_calls import CALLS
+from support.rollouts import BigramActor
 from support.torchrl_differences import Book, Pair, compare, has_member, parameters, public_members, shared_methods
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.objectives import DAPO, CISPOLoss, GRPOLoss
+from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.weight_update import VLLMDoubleBufferTransport, VLLMWeightSyncScheme
 
+
+def scheme(*path: str, **given: Any) -> Callable[..., Any]:
+    """Call a method of what a weight sync's scheme makes, or its constructor."""
+
+    def call(**arguments: Any) -> Any:
+        if not path:
+            return VLLMWeightSyncScheme(**{**given, **arguments})
+        made: Any = VLLMWeightSyncScheme()
+        for name in path[:-1]:
+            made = getattr(made, name)(*([FakeFleet(1)] if name == "create_receiver" else []))
+        return getattr(made, path[-1])(**arguments)
+
+    return call
+
+
+def over_fake(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a fake engine, which is its first argument."""
+
+    def run(**arguments: Any) -> Any:
+        with FakeAsyncVLLM() as engine:
+            return call(engine, **arguments)
+
+    return run
+
+
+def collector(engine: Any, **arguments: Any) -> Any:
+    given: Any = {"policy": vLLMWrapper(engine, input_mode="tokens"), **arguments}
+    return LLMCollector(None, **given)  # type: ignore[arg-type]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: partial(kind, BigramActor()) for kind in (GRPOLoss, DAPO, CISPOLoss)},
+    "AsyncVLLM": partial(AsyncVLLM, {"model": "no model"}),
+    "AsyncVLLM.generate": over_fake(lambda engine, **arguments: engine.generate("Hello", **arguments)),
+    "LLMCollector": over_fake(collector),
+    "TransformersWrapper": partial(TransformersWrapper, torch.nn.Linear(1, 1)),
+    "vLLMWrapper": over_fake(lambda engine, **given: vLLMWrapper(**{"model": engine, "input_mode": "tokens", **given})),
+    "AsyncLLMCollector": partial(AsyncLLMCollector, None),  # type: ignore[arg-type]
+    "VLLMWeightSyncScheme": scheme(transport="gloo"),
+    "VLLMWeightSyncScheme.init_on_receiver": scheme("init_on_receiver"),
+    "VLLMWeightSender.init_all_workers_group": scheme("create_sender", "init_all_workers_group"),
+    "VLLMWeightReceiver.apply_weights": scheme("create_receiver", "apply_weights"),
+    "VLLMDoubleBufferTransport.receive_weights": VLLMDoubleBufferTransport("no such folder").receive_weights,
+}
+"""A call of each of our classes that TorchRL has too, by its pair's title or ``title.method``; none starts an engine."""
 BOOK = Book.read()
 LACKS = "is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
 
@@ -43,14 +97,12 @@ def test_what_the_page_calls_refused_is_refused_by_its_name(title: str, name: st
 
 
 def test_a_parameter_that_torchrl_adds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl.objectives.llm import GRPOLoss
-
     def init(self: Any) -> None: ...
 
     new = inspect.Parameter("novelty", inspect.Parameter.KEYWORD_ONLY, default=None)
-    *named, rest = inspect.signature(GRPOLoss.__init__).parameters.values()
+    *named, rest = inspect.signature(theirs.GRPOLoss.__init__).parameters.values()
     init.__signature__ = inspect.Signature([*named, new, rest])  # type: ignore[attr-defined]
-    monkeypatch.setattr(GRPOLoss, "__init__", init)
+    monkeypatch.setattr(theirs.GRPOLoss, "__init__", init)
     book = Book.read()
     losses = Book([pair for pair in book.pairs if "objectives" in pair.ours], [], [])
     assert list(losses.problems()) == [f"{name}: 'novelty' {LACKS}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
@@ -83,14 +135,14 @@ class Moved(Ours):
     def __init__(self, size: int = 1, model: Any = None, **rest: Any) -> None: ...
 
 
-def pair(theirs: type, ours: type, title: str = "Thing", **reasons: Any) -> Pair:
+def pair(of_theirs: type, ours: type, title: str = "Thing", **reasons: Any) -> Pair:
     made = Pair(title, f"their.{title}", f"our.{title}", **reasons)
-    made.__dict__["both"] = (theirs, ours)
+    made.__dict__["both"] = (of_theirs, ours)
     return made
 
 
-def problems(theirs: type, ours: type, **reasons: Any) -> list[str]:
-    return list(Book([pair(theirs, ours, **reasons)], [], []).problems())
+def problems(of_theirs: type, ours: type, **reasons: Any) -> list[str]:
+    return list(Book([pair(of_theirs, ours, **reasons)], [], []).problems())
 
 
 @pytest.fixture
