@@ -53,22 +53,17 @@ def holds_a_run() -> Any:
     return trainer(out="old")
 
 
+# fmt: off
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no model's folder": (
-        lambda: AsyncVLLM.from_pretrained("./none"),
-        "no model at './none': .* model.save_pretrained",
-    ),
+    "no model's folder": (lambda: AsyncVLLM.from_pretrained("./none"),
+        "no model at './none': .* model.save_pretrained"),
     "no tokenizer": (lambda: AsyncVLLM.from_pretrained(bare()), r"has no tokenizer: tokenizer.save_pretrained\("),
     "no tokenizer, as an argument": (lambda: AsyncVLLM.launch({"model": bare()}), "'bare' has no tokenizer: "),
-    "no tokenizer, for the second engine": (
-        lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),
-        "'bare' has no tokenizer: ",
-    ),
+    "no tokenizer, for the second engine": (lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),
+        "'bare' has no tokenizer: "),
     "no tokenizer, in a run": (lambda: trainer(model=bare()), "model.source=bare: 'bare' has no tokenizer"),
-    "no model's folder, in a run": (
-        lambda: trainer(model="./none"),
-        "no model in that folder, and names on the hub are",
-    ),
+    "no model's folder, in a run": (lambda: trainer(model="./none"),
+        "no model in that folder, and names on the hub are"),
     "a dense model": (lambda: RouterReplay(make_tiny_moe("qwen3")), "it is a dense model, .*set loss.replay=none"),
     "an argument": (lambda: AsyncVLLM.from_pretrained("./moe", max_model_length=9), "do you mean max_model_len"),
     "an engine": (lambda: AsyncVLLM.from_pretrained("./moe", engine="sglang"), "must be one of vllm, transformers"),
@@ -94,6 +89,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss": (lambda: trainer(loss={"name": "PPOLoss"}), "loss.name=PPOLoss must be one of .*GRPOLoss"),
     "a replay": (lambda: TransformersWrapper(make_tiny_moe(), replay="r3"), "must be one of .*'R3'.*, got 'r3'"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torchrl.objectives.llm as theirs
 
-from support import torchrl_differences, torchrl_page
+from support import torchrl_page
 from support.rollouts import BigramActor
-from support.torchrl_differences import Book, Pair, compare, has_member, parameters, public_members, shared_methods
+from support.torchrl_page import Book, Pair, compare, has_member, parameters, public_members, shared_methods
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.objectives import DAPO, CISPOLoss, GRPOLoss
@@ -65,7 +65,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "VLLMWeightReceiver.apply_weights": scheme("create_receiver", "apply_weights"),
     "VLLMDoubleBufferTransport.receive_weights": VLLMDoubleBufferTransport("no such folder").receive_weights,
 }
-"""A call of each of our classes that TorchRL has too, by its pair's title or ``title.method``; none starts an engine."""
+"""A call of each class that TorchRL has too, by its pair's title or ``title.method``; it starts no engine."""
 BOOK = Book.read()
 LACKS = "is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
 
@@ -148,7 +148,7 @@ def problems(of_theirs: type, ours: type, **reasons: Any) -> list[str]:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes of this file count as theirs."""
-    monkeypatch.setattr(torchrl_differences, "THEIR_PACKAGE", __name__.split(".")[0])
+    monkeypatch.setattr(torchrl_page, "THEIR_PACKAGE", __name__.split(".")[0])
 
 
 def test_what_a_new_release_adds_is_named(made_up: None) -> None:
@@ -225,44 +225,3 @@ def test_a_refusal_that_no_signature_shows_needs_an_example() -> None:
     told = "Thing: 'mode' is refused, which its signature does not show: add an example = <a value that is refused>"
     assert problems(Theirs, Ours, parameters={"mode": {"refused": "why"}}) == [told]
     assert problems(Theirs, Ours, parameters={"mode": {"refused": "why", "example": "b"}}) == []
-
-
-def test_the_page_shows_what_it_is_given(made_up: None) -> None:
-    parameters = {"color": {"refused": "No paint."}, "run.deep": {"refused": "Shallow only."}}
-    base = pair(New, Ours, parameters=parameters, members={"fresh": "Stale is fine."})
-    child = pair(New, Ours, "Child", like=["Thing"], parameters={"size": {"wider": "Any size."}})
-    book = Book([base, child], [], [{"name": "a::b", "kind": "fault", "why": "It pins it."}])
-    assert torchrl_page.classes(book) == inspect.cleandoc(
-        """
-        ### Thing
-
-        `their.Thing` and `our.Thing`.
-
-        | parameter | TorchRL | here | | |
-        |---|---|---|---|---|
-        | `color` | `'red'` |  | refused | No paint. |
-        | `run(deep)` | `False` |  | refused | Shallow only. |
-        | `.fresh` | | | not here | Stale is fine. |
-
-        Same name, place and default: `model`, `size`, `mode`.
-
-        Here alone: `more`.
-
-        ### Child
-
-        `their.Child` and `our.Child`.
-
-        | parameter | TorchRL | here | | |
-        |---|---|---|---|---|
-        | `size` | `1` | `1` | wider | Any size. |
-
-        As Thing: `color`, `run(deep)`, `.fresh`.
-
-        Same name, place and default: `model`, `mode`.
-
-        Here alone: `more`.
-        """
-    )
-    page = "# A\n\n<!-- tests -->\n\nold\n\n<!-- end of tests -->\n\nB\n"
-    assert torchrl_page.written(page, book) == page.replace("old", torchrl_page.tests(book))
-    assert "| `a::b` | pins a fault of TorchRL | It pins it. |" in torchrl_page.tests(book)

@@ -8,10 +8,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import pytest
 import ray
 
 from support import toy_kind
@@ -22,6 +21,9 @@ from torchrl_moe.modules.backends.ray.actor import Description, ReplicaActor
 from torchrl_moe.modules.backends.ray.cluster import RayService
 from torchrl_moe.modules.backends.ray.replica_host import Address, ReplicaHost
 from torchrl_moe.modules.backends.vllm import engine_args
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class ToyActor(ReplicaActor):
@@ -56,14 +58,8 @@ def toy_actors() -> Iterator[None]:
 
 
 def ray_service(*, name: str, detached: bool = False, cpus: float = 1.0, **start: Any) -> RayService:
-    return RayService(
-        name=name,
-        detached=detached,
-        num_replicas=2,
-        kind="support.toy_kind",
-        arguments={"model": "toy", "start": start},
-        resources={"CPU": cpus},
-    )
+    how: dict[str, Any] = {"arguments": {"model": "toy", "start": start}, "resources": {"CPU": cpus}}
+    return RayService(name=name, detached=detached, num_replicas=2, kind="support.toy_kind", **how)
 
 
 def actor_of(replica: Any) -> Any:
@@ -82,8 +78,6 @@ def groups_in_use() -> list[str]:
 
 
 NOWHERE = Address(host="127.0.0.1", port=9, key=b"")  # nobody listens there
-
-
 PENDING = object()  # the answer of an actor that has no place yet
 
 
@@ -98,22 +92,13 @@ class FakeActor:
 
 
 class FakeCluster:
-    """In the place of Ray; no group is ever placed, so an actor that a link makes never answers.
-
-    Attributes:
-        actors: name -> actor.
-        faster: what another driver puts there as a link is about to: name -> actor.
-        killed: actors.
-        asked: how many groups were asked for.
-        removed: the ids of groups.
-    """
+    """In the place of Ray; no group is ever placed, so an actor that a link makes never answers."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.actors: dict[str, FakeActor] = {}
-        self.faster: dict[str, FakeActor] = {}
+        self.faster: dict[str, FakeActor] = {}  # what another driver puts there as a link is about to
         self.killed: list[FakeActor] = []
-        self.asked = 0
-        self.removed: list[str] = []
+        self.asked, self.removed = 0, list[str]()  # groups: how many, and their ids
         patch.setattr(ray, "is_initialized", lambda: True)
         patch.setattr(ray, "get_actor", self._get_actor)
         patch.setattr(ray, "wait", lambda references, timeout: ([r for r in references if r is not PENDING], []))
@@ -153,9 +138,8 @@ class ToyHost(ReplicaHost):
 
     def __init__(self, awaits_secrets: bool = False, **start: Any) -> None:
         self.died = threading.Event()
-        super().__init__(
-            4, toy_kind, {"model": "toy", "start": start}, toy_environment(), "127.0.0.1", awaits_secrets=awaits_secrets
-        )
+        arguments = {"model": "toy", "start": start}
+        super().__init__(4, toy_kind, arguments, toy_environment(), "127.0.0.1", awaits_secrets=awaits_secrets)
 
     def _engine_died(self) -> None:
         self.died.set()

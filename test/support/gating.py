@@ -1,9 +1,7 @@
 """From router inputs and given experts to gating weights, family by family: the reference that replay is held to.
 
 Written from the papers' formulas, in float64, with sums over a one-hot mask: nothing of transformers' routers is used
-but weights and constants.
-
-Letters: N rows, E experts, K experts per row, D hidden size.
+but weights and constants. Letters: N rows, E experts, K experts per row, D hidden size.
 """
 
 from __future__ import annotations

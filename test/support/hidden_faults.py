@@ -1,10 +1,7 @@
 """``make faults``: faults that this project had, each put back into a copy of the tree, to see which test notices it.
 
-Each row of :data:`FAULTS` is a fault that a commit mended (or that TorchRL has, which our class of the same name must
-not have): the mended text as it stands, the text as it was, and the rooms whose tests ought to notice. The tests run
-in that order until the first that fails; that one is run once more on the mended tree, where it must pass. The copy
-is on disk, so that engine processes read the fault too; the heavy packages are imported once, and each run is forked
-from that.
+The tests of a row run in its order until the first that fails; that one is run once more on the mended tree, where it
+must pass. The copy is on disk, so that engine processes read the fault too; heavy packages are imported once.
 
     make faults ARGS="--list"
     make faults ARGS="--only store"            # those whose name or file has this text

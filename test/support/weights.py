@@ -19,8 +19,6 @@ from torchrl_moe.weight_update import VLLMWeightSender, VLLMWeightSyncScheme
 
 Connect = Callable[..., VLLMWeightSender]
 Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
-
-
 THIS_DRIVER = this_process()
 """As replicas name the driver that owns their weights."""
 
