@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.sources import ROOT, script
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.testing import ByteTokenizer
 
-FOLDER = Path(__file__).parents[1] / "tutorials" / "real_moe"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+FOLDER = ROOT / "tutorials" / "real_moe"
 
 
 @pytest.fixture(scope="module")
 def make() -> Any:
-    return script("make")
+    return script(FOLDER / "make.py")
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -123,7 +112,7 @@ def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
-    warm = script("warm_start")
+    warm = script(FOLDER / "warm_start.py")
     ids, mask, labels = warm.padded([([5, 6, 7, 8], 2), ([9, 10], 1)], torch.device("cpu"))
     assert ids.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0]]
     assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -138,7 +127,7 @@ def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
 
 
 def test_the_tables_of_mismatch() -> None:
-    mismatch = script("mismatch")
+    mismatch = script(FOLDER / "mismatch.py")
     zeros, experts = torch.zeros(128), torch.zeros(128, 2, 1, dtype=torch.long)
     other = experts.clone()
     other[:32, 1] = 1  # in the second of two layers, for the first 32 tokens

@@ -12,9 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections import Counter
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,11 +24,10 @@ import pytest
 from benchmarks import page as benchmarks_page
 from benchmarks.report import Record, Row, read_records
 from support import compatibility_page
-from support.sources import package_sources
+from support.sources import ROOT, package_sources, script
 from torchrl_moe.cli.command import Command
 from torchrl_moe.cli.main import COMMANDS
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "reference").glob("*.md"))]
 TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
@@ -211,11 +208,9 @@ def test_every_quoted_message_is_in_the_source() -> None:
     # searched for, a message is found by its words
     assert [parts[0] for parts in messages if not re.match(r"\w", parts[0])] == []
     assert [parts for parts in messages if not any(all(part in text for part in parts) for text in texts)] == []
-
-
-def test_a_message_that_is_gone_would_be_found() -> None:
+    # one that is gone would be found
     assert list(quoted("# A\n\n### `replica … left us: …`\n\ntext\n")) == [["replica ", " left us: "]]
-    assert not any("left us" in text for text in literals())
+    assert not any("left us" in text for text in texts)
 
 
 def test_the_glossary_has_each_term_once() -> None:
@@ -223,8 +218,7 @@ def test_the_glossary_has_each_term_once() -> None:
     body = re.search(r"```\{glossary\}\n(.*?)```", text, re.DOTALL)
     assert body is not None
     terms = [line for line in body[1].splitlines() if line and not line.startswith((" ", ":"))]
-    assert [term for term, count in Counter(terms).items() if count > 1] == []
-    assert terms == sorted(terms, key=str.lower)
+    assert terms == sorted({*terms}, key=str.lower)
 
 
 @pytest.mark.parametrize("diagram", DIAGRAMS, ids=lambda diagram: diagram.stem)
@@ -314,15 +308,6 @@ def test_attributes_that_prose_names_exist() -> None:
 # -- the site: its links to sources, and what `make docs-check` reads
 
 
-def script(name: str) -> ModuleType:
-    """A file of docs/."""
-    spec = spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("text", "linked"),
     [
@@ -336,13 +321,13 @@ def test_a_link_to_a_source_leads_to_the_copy_in_the_site(text: str, linked: str
     pytest.importorskip("sphinx")
     app: Any = SimpleNamespace(env=SimpleNamespace(doc2path=lambda page: str(ROOT / "docs" / f"{page}.md")))
     content = [text]
-    script("conf").link_sources(app, "trainer", content)
+    script(DOCS / "conf.py").link_sources(app, "trainer", content)
     assert content == [linked]
 
 
 @pytest.fixture
 def check() -> ModuleType:
-    return script("check")
+    return script(DOCS / "check.py")
 
 
 @pytest.fixture

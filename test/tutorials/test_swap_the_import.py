@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,12 +19,13 @@ from typing import Any
 import pytest
 from tensordict import set_list_to_stack
 
+from support import sources
 from support.clusters import ClusterHolder
 from support.engines import EngineShelf
 from support.processes import PYTHONPATH
 from torchrl_moe.modules import AsyncVLLM
 
-SCRIPT = Path(__file__).parents[2] / "tutorials" / "swap_the_import.py"
+SCRIPT = sources.ROOT / "tutorials" / "swap_the_import.py"
 SWAPPED = {
     "torchrl_moe.modules": "torchrl.modules.llm",
     "torchrl_moe.objectives": "torchrl.objectives.llm",
@@ -37,11 +37,7 @@ SMALL = ["--prompts", "2", "--repeats", "4", "--max-tokens", "6"]
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The tour, as a module."""
-    spec = spec_from_file_location("swap_the_import", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return sources.script(SCRIPT)
 
 
 def imported_from_us(tree: ast.Module) -> dict[str, Any]:
