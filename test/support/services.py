@@ -90,16 +90,9 @@ class RestartingService(GenerationService):
 
 def named_requests(names: Sequence[str], max_tokens: int = 4, priority: int = 0) -> list[Request]:
     """Requests whose prompts are their names."""
-    params = {"max_tokens": max_tokens, "logprobs": 0}
-    return [
-        Request(
-            request_id=name,
-            sampling_params=params,
-            prompt_token_ids=np.frombuffer(name.encode(), np.uint8),
-            priority=priority,
-        )
-        for name in names
-    ]
+    how: dict[str, Any] = {"sampling_params": {"max_tokens": max_tokens, "logprobs": 0}, "priority": priority}
+    ids = {name: np.frombuffer(name.encode(), np.uint8) for name in names}
+    return [Request(request_id=name, prompt_token_ids=ids[name], **how) for name in names]
 
 
 def waiting_request(priority: int = 0, **fields: Any) -> InFlight:
