@@ -121,7 +121,7 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "log"
-        self._servers: dict[int, ForkServer] = {}
+        self._servers: list[ForkServer] = []
         self._forked: list[Forked] = []
 
     def environment(self, **changes: str) -> dict[str, str]:
@@ -134,7 +134,8 @@ class Forks:
 
     def server(self, **changes: str) -> ForkServer:
         server = fork_server("support.forkable", self.environment(**changes))
-        self._servers[id(server)] = server
+        if server not in self._servers:
+            self._servers.append(server)
         return server
 
     def ask(self, server: ForkServer, **changes: str) -> tuple[Launch, Connection]:
@@ -154,7 +155,7 @@ class Forks:
         for forked in self._forked:
             forked.process.kill()
             forked.connection.close()
-        for server in self._servers.values():
+        for server in self._servers:
             server.end()
 
 
