@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -17,14 +15,18 @@ import pytest
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
-from torchrl.envs.llm import ChatEnv
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.services import submitted
+from support.values import VALUES
 from support.waiting import HOUR, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, async_collector, rollouts
 from torchrl_moe.collectors.async_collector import snapshots
-from torchrl_moe.collectors.workflow import Ask
+from torchrl_moe.collectors.rollouts import Settings
+from torchrl_moe.collectors.schedule import Schedule
+from torchrl_moe.collectors.workflow import Ask, source_of
 from torchrl_moe.errors import CollectionError, CollectionStalledError, EngineError
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -35,47 +37,7 @@ Collect = Callable[..., AsyncLLMCollector]
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_only_last_turns_can_be_kept(collect: Collect) -> None:
-    batch = next(iter(collect(lambda: chat(1, turns=2), yield_only_last_steps=True)))
-    assert (batch.batch_size, batch["next", "step_count"].flatten().tolist()) == ((2,), [2, 2])
-
-
-def test_an_environment_of_a_group_that_continues_is_refused(collect: Collect) -> None:
-    with pytest.raises(ValueError, match="0 of 2 samples of a group are done"):
-        next(iter(collect(chat(2, turns=2))))
-
-
-def test_it_ends_after_so_many_rows(collect: Collect) -> None:
-    collector = collect(groups_per_batch=2, total_dialog_turns=10)
-    assert [batch.numel() for batch in collector] == [4, 4, 4]
-    assert collector.stats()["completed"]
-
-
 # -- staleness --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("order", "window", "staleness"), [("fifo", 0.3, 1), ("window", 0.3, 3), ("window", 1.0, 0)])
-def test_no_token_is_older_than_promised(collect: Collect, order: Any, window: float, staleness: int) -> None:
-    """Answers of 1 to 12 ms, three groups a batch, an update after each."""
-
-    def token_seconds(request: Any) -> float:
-        return int(request.prompt_token_ids.sum()) % 5 * 5e-4 + 1e-4
-
-    with FakeAsyncVLLM(token_seconds=token_seconds) as engine:
-        settings = {"groups_per_batch": 3, "max_staleness": staleness, "order": order, "window": window}
-        collector, ages, seen = collect(policy=policy_of(engine), **settings), [], []
-        for version, batch in enumerate(islice(collector, 8)):
-            ages.append(version - int(batch["policy_version"].min()))
-            seen += queries(batch)[::2]
-            new_weights(engine, version + 1)
-        width = max(1, int(window * (staleness + 1) * 3)) if order == "window" else 1
-        stats = collector.stats()
-        collector.shutdown()
-    assert max(ages) <= staleness + math.ceil((width - 1) / 3)
-    assert len(set(seen)) == len(seen) == 24
-    if order == "fifo":
-        assert seen == [f"q{i}" for i in range(24)]
-    assert stats["inference/staleness_max"] == ages[-1]
-
-
 def test_requests_ask_for_weights_that_are_new_enough(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """At version 5 with S = 1: the batch that is awaited may be one behind, the one after it may not."""
     new_weights(engine, 5)
@@ -90,18 +52,6 @@ def test_requests_ask_for_weights_that_are_new_enough(collect: Collect, engine: 
     next(iter(collect(groups_per_batch=2, max_staleness=1, order="fifo")))
     until(lambda: len(asked) >= 8)
     assert sorted(asked[:8]) == [4] * 4 + [5] * 4
-
-
-def test_groups_that_became_too_old_are_dropped_and_replaced(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    collector = collect(groups_per_batch=2, max_staleness=1, on_stale="drop")
-    batches = iter(collector)
-    next(batches)
-    until(lambda: collector._schedule.ready_groups >= 2)
-    for version in (1, 2, 3):
-        new_weights(engine, version)
-    batch = next(batches)
-    assert int(batch["policy_version"].min()) >= 2
-    assert collector.stats()["collector/groups_dropped/stale"] >= 2
 
 
 def test_no_more_answers_are_generated_at_a_time_than_asked_for(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -131,6 +81,10 @@ def is_odd(rows: Any) -> bool:
     return int(rows[0]["query"][1:]) % 2 == 1
 
 
+ENDLESS = r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"
+DROPPED = r"8 groups were dropped .* group_filter rejects them"
+
+
 def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Collect) -> None:
     collector = collect(groups_per_batch=2, group_filter=is_odd, order="fifo", max_staleness=0)
     assert [queries(batch)[::2] for batch in islice(collector, 2)] == [["q1", "q3"], ["q5", "q7"]]
@@ -141,44 +95,46 @@ def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Collect) ->
 def test_failures_end_early_while_nothing_has_succeeded(collect: Collect, groups_per_batch: int, calls: int) -> None:
     asked = []
 
-    def always(query: str) -> float:
+    def mostly(query: str) -> float:
         asked.append(query)
+        if query in good:
+            return 1.0
         raise ZeroDivisionError(query)
 
-    collector = collect(
-        chat(1, reward=always), group_size=1, groups_per_batch=groups_per_batch, max_staleness=0, max_failures=1000
-    )
+    good: set[str] = set()
+    given = {"group_size": 1, "max_staleness": 0, "groups_per_batch": groups_per_batch}
+    collector = collect(chat(1, reward=mostly), **given, max_failures=1000)
     for _ in range(2):  # the error is raised each time, with its prompt
         with pytest.raises(ZeroDivisionError, match=r"q\d") as caught:
             next(iter(collector))
         assert f"at prompt {caught.value.args[0][1:]}: query='{caught.value}'" in caught.value.__notes__
     assert collector.stats()["collector/failures"] == calls
     assert len(asked) < calls + groups_per_batch
-
-
-def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Collect) -> None:
-    def mostly(query: str) -> float:
-        return 1 / (query in ("q0", "q40"))
-
+    good |= {"q0", "q40"}  # once something has succeeded, they have their own limit
     collector = collect(chat(2, reward=mostly), max_staleness=0, max_failures=40)
     assert [queries(batch)[0] for batch in islice(collector, 2)] == ["q0", "q40"]
 
 
-def test_a_filter_that_rejects_everything_ends_the_collection(collect: Collect) -> None:
-    with pytest.raises(CollectionError, match=r"8 groups were dropped .* group_filter rejects them"):
-        next(iter(collect(group_filter=lambda rows: False, groups_per_batch=2, max_dropped_groups=7)))
+@pytest.mark.parametrize(
+    ("env", "given", "kind", "words"),
+    [
+        (chat(2, turns=2), {}, ValueError, "0 of 2 samples of a group are done"),
+        (ChatEnv(batch_size=(1,), tokenizer=TOKENIZER), {"group_size": 1, "max_turns": 5}, ValueError, ENDLESS),
+        (lambda: chat(1, turns=3), {"max_turns": 2}, ValueError, "after max_turns=2"),
+        (None, {"group_filter": lambda rows: False, "max_dropped_groups": 7}, CollectionError, DROPPED),
+    ],
+)
+def test_what_gives_no_batch_ends_the_collection(collect: Collect, env: Any, given: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        next(iter(collect(env, **given)))
+
+
+def test_what_is_just_within_its_limits_gives_batches(collect: Collect) -> None:
     odd = collect(group_filter=is_odd, max_dropped_groups=1, max_staleness=0)
-    assert len(list(islice(odd, 4))) == 4  # one in a row is within the limit
-
-
-def test_an_environment_that_is_never_done_is_ended(collect: Collect) -> None:
-    bare = ChatEnv(batch_size=(1,), tokenizer=TOKENIZER)
-    with pytest.raises(ValueError, match=r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"):
-        next(iter(collect(bare, group_size=1, max_turns=5)))
-    batch = next(iter(collect(lambda: chat(1, turns=3), max_turns=3)))
-    assert batch.batch_size == (6,)
-    with pytest.raises(ValueError, match="after max_turns=2"):
-        next(iter(collect(lambda: chat(1, turns=3), max_turns=2)))
+    assert len(list(islice(odd, 4))) == 4
+    for only_last, steps in ((False, [1, 2, 3] * 2), (True, [3, 3])):
+        batch = next(iter(collect(lambda: chat(1, turns=3), max_turns=3, yield_only_last_steps=only_last)))
+        assert batch["next", "step_count"].flatten().tolist() == steps
 
 
 def test_answers_of_a_group_have_seeds_of_their_own(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -197,23 +153,16 @@ def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(collect: Col
         next(iter(collector))
 
 
-def test_a_dead_engine_ends_the_collection(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    batches = iter(collect(groups_per_batch=2))
-    next(batches)
-    for replica in engine.replicas:
-        replica.die()
-    with pytest.raises(Exception, match=r"died|replica"):
-        for _ in range(10):
-            next(batches)
-
-
-def test_a_killed_replica_does_not_end_it(collect: Collect, engine: FakeAsyncVLLM) -> None:
+def test_a_killed_replica_does_not_end_it_and_a_dead_engine_does(collect: Collect, engine: FakeAsyncVLLM) -> None:
     slow(engine, 1e-3)
     batches = iter(collect(groups_per_batch=4))
     seen = queries(next(batches))
     engine.replicas[0].die()
     seen += [query for _ in range(3) for query in queries(next(batches))]
     assert sorted(Counter(seen).values()) == [2] * 16
+    engine.replicas[1].die()
+    with pytest.raises(Exception, match=r"died|replica"):
+        list(islice(batches, 10))
 
 
 def test_an_answer_that_somebody_aborts_is_no_answer(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -246,19 +195,18 @@ def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
     assert (buffer.write_count, buffer[:]["policy_version"].tolist()) == (10, [0] * 4 + [1, 1, 2, 2, 3, 3])
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_nothing_begins_during_a_pause(collect: Collect, engine: FakeAsyncVLLM, is_nested: bool) -> None:
+def test_nothing_begins_during_a_pause(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=2)
     batches = iter(collector)
     next(batches)
     with collector.pause():
-        with collector.pause() if is_nested else nullcontext():
+        with collector.pause():
             pass
         until(lambda: collector._schedule.ready_groups == collector._schedule.in_line)
-        asked = len(submitted(engine))
+        before = len(submitted(engine)), collector._schedule.begun
         next(batches)
-        time.sleep(0.05)
-        assert len(submitted(engine)) == asked
+        collector.state_dict()  # its loop has come around
+        assert (len(submitted(engine)), collector._schedule.begun) == before
     for _ in range(3):
         next(batches)
 
@@ -284,10 +232,8 @@ def test_a_restored_collector_continues_from_the_last_tokens(
         return sum(len(output.token_ids) for one in snapshots(engine).values() for output in one.outputs)
 
     def most_turns() -> int:
-        return max(
-            (len(turns) for group in first._rollouts.groups.copy().values() for turns in group.turns.copy().values()),
-            default=0,
-        )
+        groups = first._rollouts.groups.copy().values()
+        return max((len(turns) for group in groups for turns in group.turns.copy().values()), default=0)
 
     for replica in engine.replicas:
         replica.token_seconds = 1e-4
@@ -298,7 +244,6 @@ def test_a_restored_collector_continues_from_the_last_tokens(
     state = pickle.loads(pickle.dumps(first.state_dict()))
     first.shutdown()
     assert isinstance(waiting.exception(60), StopIteration)
-    assert turns == 1 or first.state_dict()["answers"]  # whole ones are still there
     had = {
         (position, sample, turn): output.token_ids.tolist()
         for position, samples in state["answers"].items()
@@ -306,21 +251,20 @@ def test_a_restored_collector_continues_from_the_last_tokens(
         for turn, (answer, _) in answers.items()
         for output in answer.outputs
     }
-    assert turns == 1 or 40 in map(len, had.values())  # whole ones
+    assert turns == 1 or (40 in map(len, had.values()) and first.state_dict()["answers"])  # whole ones, still there
     assert sum(len(tokens) for tokens in had.values()) > 60
     for replica in engine.replicas:
         replica.submitted.clear()
         del replica._holds
     second.load_state_dict(state)
-    batches = [next(second.iterator()) for _ in range(2)]
+    rows = [(number, row) for batch in islice(second, 2) for number, row in enumerate(batch.unbind(0))]
     second.shutdown()
-    for batch in batches:
-        for number, row in enumerate(batch.unbind(0)):
-            position, sample, turn = int(row["query"][1:]), number // turns % 2, number % turns
-            tokens = had.get((position, sample, turn), [])
-            assert row["tokens", "response"].tolist()[: len(tokens)] == tokens
-            is_cut = any(0 < len(had.get((position, sample, one), [])) < 40 for one in range(turn + 1))
-            assert (row["resume"], len(row["tokens", "response"])) == ("forced" if is_cut else "none", 40)
+    for number, row in rows:
+        position, sample, turn = int(row["query"][1:]), number // turns % 2, number % turns
+        tokens = had.get((position, sample, turn), [])
+        assert row["tokens", "response"].tolist()[: len(tokens)] == tokens
+        is_cut = any(0 < len(had.get((position, sample, one), [])) < 40 for one in range(turn + 1))
+        assert (row["resume"], len(row["tokens", "response"])) == ("forced" if is_cut else "none", 40)
     asked = {tuple(map(int, one.request_id.split("-")[1:])): one.resume for one in submitted(engine)}
     for place, tokens in had.items():
         if len(tokens) == 40:
@@ -343,7 +287,6 @@ async def two_turns(data: TensorDictBase, ask: Ask) -> float:
         (two_turns, {}, {"on_resume": "live"}, "live"),
         (two_turns, {"forced_routing_unavailable_reason": "it speculates"}, {}, "live"),
     ],
-    ids=["environment", "function", "live", "unable"],
 )
 def test_rows_of_answers_in_parts_say_so(
     collect: Collect, env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
@@ -420,13 +363,6 @@ def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
     late.join()
 
 
-def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
-    asked: list[Any] = []
-    collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
-    next(iter(collector))
-    assert len(asked) >= 2
-
-
 def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
 
@@ -452,7 +388,6 @@ def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monke
         ({"queue": object()}, "lose the oldest data"),
         ({"on_weight_update": "drain"}, r"VLLMWeightSyncScheme\(mode=...\)"),
         ({"dataloader": None}, "there is no data"),
-        ({"env": two_turns, "dataloader": None}, "there is no data: pass dataloader="),
         ({"group_size": 0}, "group_size must be an integer from 1"),
         ({"dialog_turns_per_batch": 5}, "no multiple of group_size=2"),
         ({"dialog_turns_per_batch": 4, "groups_per_batch": 3}, r"groups_per_batch \* group_size = 6"),
@@ -462,7 +397,6 @@ def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monke
         ({"max_in_flight": 0}, "max_in_flight must be an integer of at least 1"),
         ({"reward_timeout": 0.0}, "reward_timeout must be a finite number above 0"),
         ({"heartbeat_timeout": float("nan")}, "heartbeat_timeout must be a finite number above 0"),
-        ({"max_in_flight": "all"}, "max_in_flight must be an integer of at least 1"),
         ({"over_sample": 1.5}, "needs on_stale='drop'"),
         ({"total_dialog_turns": -2}, "total_dialog_turns must be"),
         ({"on_stale": "keep"}, "on_stale must be 'wait' or 'drop'"),
@@ -497,3 +431,48 @@ def test_a_checkpoint_counts_ages_from_the_newest_weights(collect: Collect, engi
     next(iter(second))
     new_weights(engine, 3)
     assert ages(second) == [3, 3]
+
+
+def dataset_env() -> Any:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    return env.append_transform(StepCounter(max_steps=1))
+
+
+def test_an_environment_brings_its_data_and_its_repeats_and_what_is_given_wins() -> None:
+    env, given = dataset_env(), Questions(3)
+    source = source_of(env, None, None)
+    assert (source.env.batch_size, source.make, source.group_size) == ((4,), None, 4)
+    assert isinstance(source.dataloader, Questions)
+    assert [type(transform) for transform in source.env.transform][1:] == [StepCounter]
+    assert (env.batch_size, len(env.transform), len(env.reset().get("query"))) == ((16,), 2, 16)  # it is left alone
+    fewer = source_of(dataset_env(), given, 2)
+    assert (fewer.env.batch_size, fewer.group_size, fewer.dataloader) == ((2,), 2, given)
+    make = source_of(dataset_env, None, None).make
+    assert make is not None and make().batch_size == (4,) and make() is not make()
+    assert source_of(lambda: chat(1), Questions(), 8).env.batch_size == (1,)  # one of one sample stays so
+
+
+@pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
+def test_groups_in_a_batch(collect: Collect, groups: int | None, turns: int | None, expected: int) -> None:
+    collector = collect(group_size=4, groups_per_batch=groups, dialog_turns_per_batch=turns)
+    assert (collector.settings.groups_per_batch, collector.dialog_turns_per_batch) == (expected, 4 * expected)
+
+
+def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones_and_torchrls_other_values_are_taken(
+    collect: Collect, engine: FakeAsyncVLLM
+) -> None:
+    history, tokens = policy_of(engine), policy_of(engine, input_mode="tokens")
+    assert collect(policy=history).policy.prefer_tokens and not history.prefer_tokens
+    assert collect(policy=None, policy_factory=lambda: tokens).policy is tokens
+    given = {"yield_completed_trajectories": True, "async_envs": False, "flatten_data": True}
+    assert collect(**given, reset_at_each_iter=True, yield_only_last_steps=True).settings.only_last_turns
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
+def test_each_setting_takes_a_value_or_refuses_it_by_its_name(name: str) -> None:
+    for value in VALUES:
+        try:
+            settings = Settings(**{name: value})
+            Schedule(settings.groups_per_batch, settings.max_staleness, settings.order, settings.window)
+        except ValueError as error:
+            assert name in str(error), (value, str(error))

@@ -15,7 +15,6 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase, StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
-from torchrl.envs.llm.transforms import DataLoadingPrimer
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of
 from support.waiting import HOUR
@@ -37,20 +36,6 @@ from torchrl_moe.testing import FakeAsyncVLLM
 REPLICAS = 1
 
 
-def dataset_env() -> TransformedEnv:
-    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
-    return env.append_transform(StepCounter(max_steps=1))
-
-
-def test_a_dataloader_is_taken_from_a_copy() -> None:
-    env = dataset_env()
-    bare, dataloader, repeats = take_dataloader(env)
-    assert isinstance(dataloader, Questions)
-    assert repeats == 4
-    assert not any(isinstance(transform, DataLoadingPrimer) for transform in bare.transform)
-    assert ([type(transform) for transform in bare.transform][1:], len(env.transform)) == ([StepCounter], 2)
-
-
 class Right(Transform):
     """Rewards as TorchRL's tasks do: the answer stands in ``next``, where the data loader's transform puts it."""
 
@@ -61,7 +46,9 @@ class Right(Transform):
 
 
 def test_rewards_see_the_data_without_its_loader() -> None:
-    bare, _, _ = take_dataloader(dataset_env().append_transform(Right()))
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    bare, _, repeats = take_dataloader(env.append_transform(Right()))
+    assert repeats == 4
     sample = TensorDict({"query": NonTensorData("2+2="), "answer": NonTensorData("4")})
     env = with_batch_size(bare, 2)
     root = env.reset(lazy_stack([sample, sample.copy()]))
@@ -72,15 +59,12 @@ def test_rewards_see_the_data_without_its_loader() -> None:
 def test_a_chat_of_another_size_is_made_again_with_all_it_has() -> None:
     base = ChatEnv(batch_size=(6,), tokenizer=TOKENIZER, system_prompt="be brief", data_key="question", user_role="you")
     env = with_batch_size(TransformedEnv(base, StepCounter(max_steps=3)), 4)
-    assert env.batch_size == (4,)
     again = env.base_env
     assert (again.system_prompt, again.data_key, again.user_role) == ("be brief", "question", "you")
-    assert env.transform[0].max_steps == 3
+    assert (env.batch_size, env.transform[0].max_steps) == ((4,), 3)
 
-
-def test_another_kind_of_environment_is_refused() -> None:
     class Mine(ChatEnv):
-        pass
+        """Of which nobody knows how it is made."""
 
     with pytest.raises(ValueError, match=r"batch size \[6\]: make it with \(1,\), .* or with \(4,\)"):
         with_batch_size(Mine(batch_size=(6,), tokenizer=TOKENIZER), 4)
@@ -148,20 +132,17 @@ def test_a_single_environment_is_used_by_one_thread_at_a_time(pool_of: Pools) ->
     assert both_at_once(pool_of(env), work) == [[id(env)] * 2] * 4
 
 
-def test_an_environment_of_one_sample_is_kept_by_it(pool_of: Pools) -> None:
-    """Four episodes wait for one another in their first call: so each has an environment, and has it in both."""
+def test_an_environment_of_one_sample_is_kept_by_it_and_more_are_made_only_if_all_are_busy(pool_of: Pools) -> None:
+    """Episodes wait for one another in their first call: so each has an environment."""
     together = threading.Barrier(4)
     pairs = both_at_once(pool_of(chat(1), lambda: chat(1)), lambda env: (together.wait(30), id(env))[1])
     assert all(first == second for first, second in pairs)
     assert len({first for first, _ in pairs}) == 4
-
-
-def test_environments_of_groups_are_made_only_if_all_are_busy(pool_of: Pools) -> None:
     made: list[EnvBase] = []
 
     def make() -> EnvBase:
-        made.append(chat(2))
-        return made[-1]
+        made.append(env := chat(2))
+        return env
 
     pool, together = pool_of(chat(2), make), threading.Barrier(3)
     both_at_once(pool, id, count=1)
@@ -170,24 +151,20 @@ def test_environments_of_groups_are_made_only_if_all_are_busy(pool_of: Pools) ->
     assert len(made) == 2
 
 
-def test_an_environment_that_hangs_is_given_up_for_another(pool_of: Pools, over: threading.Event) -> None:
-    pool = pool_of(chat(2), lambda: chat(2))
-    with pytest.raises(EnvironmentTimeoutError, match=r"did not return within 0\.02 s"):
-        asyncio.run(lent(pool, lambda env: over.wait(60), 0.02))
-    assert both_at_once(pool, lambda env: 1, count=1) == [[1, 1]]
-    with pytest.raises(CollectionError, match="there is no other: pass a callable"):
-        asyncio.run(lent(pool_of(chat(2)), lambda env: over.wait(60), 0.02))
-
-
-def test_there_is_an_end_to_giving_up(pool_of: Pools, over: threading.Event) -> None:
+def test_an_environment_that_hangs_is_given_up_for_another_but_there_is_an_end_to_it(
+    pool_of: Pools, over: threading.Event
+) -> None:
     pool = pool_of(chat(1), lambda: chat(1))
 
     async def main() -> None:
         for _ in range(MOST_THREADS):
-            with pytest.raises(EnvironmentTimeoutError):
+            with pytest.raises(EnvironmentTimeoutError, match=r"did not return within 0\.02 s"):
                 await lent(pool, lambda env: over.wait(60), 0.02)
+        assert await lent(pool, lambda env: 3) == [3]
         with pytest.raises(CollectionError, match=f"{MOST_THREADS + 1} environments did not return in time"):
             await lent(pool, lambda env: over.wait(60), 0.02)
+        with pytest.raises(CollectionError, match="there is no other: pass a callable"):
+            await lent(pool_of(chat(2)), lambda env: over.wait(60), 0.02)
         over.set()
         while pool._hung:
             await asyncio.sleep(0.01)
@@ -227,7 +204,10 @@ def closings(env: EnvBase, into: list[EnvBase]) -> EnvBase:
     return env
 
 
-def test_an_environment_that_is_used_as_the_pool_closes_is_closed_after_that(over: threading.Event) -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_environment_that_is_used_as_the_pool_closes_is_closed_after_that_unless_it_is_kept(
+    over: threading.Event, is_kept: bool
+) -> None:
     closed: list[EnvBase] = []
     first, busy = closings(chat(1), closed), closings(chat(1), closed)
     pool, inside = EnvironmentPool(first, lambda: busy), threading.Event()
@@ -242,42 +222,28 @@ def test_an_environment_that_is_used_as_the_pool_closes_is_closed_after_that(ove
             await one(id)
             call = asyncio.ensure_future(two(slow))
             await asyncio.to_thread(inside.wait, 60)
-            pool.close()
+            pool.close(keep=busy if is_kept else None)
             assert closed == [first]
             over.set()
             return await call
 
     assert asyncio.run(main()) == [first]
-    assert closed == [first, busy]
+    assert closed == [first, busy][: 1 if is_kept else 2]
 
 
-def test_one_that_is_to_be_kept_is_not_closed_after_its_use_either() -> None:
-    closed: list[EnvBase] = []
-    env = closings(chat(2), closed)
-    pool = EnvironmentPool(env, None)
-    asyncio.run(lent(pool, lambda _: pool.close(keep=env)))
-    assert closed == []
-
-
-def test_an_environment_that_is_made_as_the_pool_closes_is_closed(over: threading.Event) -> None:
+def test_an_environment_that_is_made_as_the_pool_closes_is_closed() -> None:
     closed: list[EnvBase] = []
     first, late = closings(chat(1), closed), closings(chat(1), closed)
-    inside = threading.Event()
 
     def make() -> EnvBase:
-        inside.set()
-        over.wait(60)
+        pool.close()  # meanwhile
         return late
 
     pool = EnvironmentPool(first, make)
 
     async def main() -> None:
-        async with pool.lend(None):
-            another = asyncio.ensure_future(pool.lend(None).__aenter__())
-            await asyncio.to_thread(inside.wait, 60)
-            pool.close()
-            over.set()
-            await another
+        async with pool.lend(None), pool.lend(None):
+            pass
 
     asyncio.run(main())
     assert closed == [first, late]
@@ -336,28 +302,13 @@ def test_the_first_failure_cancels_the_rest() -> None:
     assert noted == ["cancelled"] * 2
 
 
-def test_a_cancelled_gathering_cancels_each_once() -> None:
-    """What ends slowly is not cancelled a second time because another one has ended."""
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_gathering_that_is_cancelled_cancels_each_once(fails: bool) -> None:
+    """What ends slowly is not cancelled again: because another one has ended, or as a failed group becomes stale."""
     noted: list[str] = []
 
     async def main() -> None:
-        gathering = asyncio.ensure_future(gather([noting(noted, 0.01), asyncio.sleep(HOUR)]))
-        for _ in range(2):
-            await asyncio.sleep(0)
-        gathering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gathering
-
-    asyncio.run(main())
-    assert noted == ["cancelled"]
-
-
-def test_a_gathering_that_failed_and_is_cancelled_then_cancels_each_once() -> None:
-    """One of two fails; the other one waits for a thread before it ends. So with a group that fails and is stale."""
-    noted: list[str] = []
-
-    async def main() -> None:
-        group = asyncio.ensure_future(gather([failing(), noting(noted, 0.05)]))
+        group = asyncio.ensure_future(gather([failing() if fails else asyncio.sleep(HOUR), noting(noted, 0.05)]))
         for _ in range(20):
             await asyncio.sleep(0)
         group.cancel()

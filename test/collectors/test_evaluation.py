@@ -41,6 +41,10 @@ def test_the_last_turn_is_returned_and_rewards_of_all_turns_are_summed(engine: F
     rows = evaluate(policy_of(engine), lambda: chat(1, turns=3, reward=lambda query: 0.5), 2, Questions())
     found = [rows["next", key].flatten().tolist() for key in ("step_count", "episode_reward", "reward")]
     assert found == [[3, 3], [1.5, 1.5], [0.5, 0.5]]
+    with pytest.raises(ValueError, match="count must be an integer of at least 1, got 0"):
+        evaluate(policy_of(engine), chat(1), 0, Questions())
+    with pytest.raises(ValueError, match="there is no data"):
+        evaluate(policy_of(engine), chat(1), 1)
 
 
 def test_a_prompt_that_the_engine_refuses_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,12 +68,6 @@ def test_an_episode_that_does_not_continue_ends_the_evaluation(engine: FakeAsync
 
     with pytest.raises(EnvironmentTimeoutError, match=r"within 0\.2 s"):
         evaluate(policy_of(engine), episode, 1, Questions(), reward_timeout=0.2)
-
-
-def test_an_environment_of_many_samples_is_made_again_and_brings_its_data(engine: FakeAsyncVLLM) -> None:
-    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
-    rows = evaluate(policy_of(engine), env.append_transform(StepCounter(max_steps=1)), 3)
-    assert queries(rows) == ["q0", "q1", "q2"]
 
 
 def test_an_environment_can_be_used_again_and_those_that_were_made_are_closed(engine: FakeAsyncVLLM) -> None:
@@ -99,31 +97,22 @@ def test_a_collection_continues_beside_it(collect: Callable[..., AsyncLLMCollect
     assert seen == ["q0", "q1", "q2", "q3", "q4"]
 
 
-def test_it_works_inside_a_running_event_loop(engine: FakeAsyncVLLM) -> None:
+def test_it_works_inside_a_running_event_loop_with_an_environment_that_brings_its_data(engine: FakeAsyncVLLM) -> None:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+
     async def cell() -> list[str]:
-        return queries(evaluate(policy_of(engine), chat(1), 2, Questions()))
+        return queries(evaluate(policy_of(engine), env.append_transform(StepCounter(max_steps=1)), 3))
 
-    assert asyncio.run(cell()) == ["q0", "q1"]
-
-
-def test_nothing_to_answer_is_refused(engine: FakeAsyncVLLM) -> None:
-    with pytest.raises(ValueError, match="count must be an integer of at least 1, got 0"):
-        evaluate(policy_of(engine), chat(1), 0, Questions())
-    with pytest.raises(ValueError, match="there is no data"):
-        evaluate(policy_of(engine), chat(1), 1)
+    assert asyncio.run(cell()) == ["q0", "q1", "q2"]
 
 
-@pytest.mark.parametrize(("use_tqdm", "is_terminal"), [(True, True), (True, False), (False, True)])
 def test_a_bar_counts_answers_where_somebody_looks(
-    engine: FakeAsyncVLLM,
-    use_tqdm: bool,
-    is_terminal: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    evaluate(policy_of(engine), chat(1), 3, Questions(), use_tqdm=use_tqdm)
-    assert ("3/3" in capsys.readouterr().err) is (use_tqdm and is_terminal)
+    for use_tqdm, is_terminal in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown)
+        evaluate(policy_of(engine), chat(1), 3, Questions(), use_tqdm=use_tqdm)
+        assert ("3/3" in capsys.readouterr().err) is (use_tqdm and is_terminal)
 
 
 def test_a_ctrl_c_aborts_its_requests(engine: FakeAsyncVLLM, interrupt: Interrupt) -> None:

@@ -1,21 +1,26 @@
-"""A group keeps its answers until it is ready, and its rows say which group they are of; metrics by hand."""
+"""Groups keep their answers until they are ready; metrics by hand; prompts come one by one, also after a restore."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch.utils.data import DataLoader
+from torchrl.envs.llm.transforms import DataLoadingPrimer
 
+from support.collecting import Questions
 from support.completions import cut
 from support.waiting import in_thread, until
-from torchrl_moe.collectors import rollouts
 from torchrl_moe.collectors.async_collector import snapshots
-from torchrl_moe.collectors.prompt_stream import Prompt
+from torchrl_moe.collectors.llm_collector import PromptFeed
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.rollouts import CollectionStats, Group
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -32,31 +37,20 @@ def turn_of(*full: int) -> TensorDictBase:
     return lazy_stack([row])
 
 
-def completed(*turns: TensorDictBase, only_last: bool = False) -> tuple[Group, TensorDictBase]:
-    """A group, begun at version 9, of the turns of its sample; and its rows."""
+@pytest.mark.parametrize(
+    ("turns", "oldest", "tokens"), [([(3, 3), (5,)], 3, 3), ([(-1,)], 9, 0)], ids=["turns that are not kept", "none"]
+)
+def test_the_age_counts_all_tokens_or_the_beginning(turns: list[tuple[int, ...]], oldest: int, tokens: int) -> None:
+    """Of a group that was begun at version 9, of which the last turn is kept; and so after a restore."""
     one = Group(7, Prompt(0, TensorDict()), begun_version=9)
-    one.complete([list(turns)], only_last=only_last)
-    assert one.rows is not None
-    return one, one.rows
-
-
-def test_the_age_counts_turns_that_are_not_kept() -> None:
-    one, rows = completed(turn_of(3, 3), turn_of(5), only_last=True)
-    assert (rows["policy_version"].tolist(), one.oldest, one.tokens) == ([5], 3, 3)
-
-
-def test_a_group_without_a_token_is_as_old_as_its_beginning() -> None:
-    assert completed(turn_of(-1))[0].oldest == 9
-
-
-def test_a_restored_group_is_as_old_as_it_was_and_apart_from_the_trainers_rows() -> None:
-    one, rows = completed(turn_of(3, 3))
-    state = one.state_dict(version=5)
-    rows[0].set("advantage", torch.ones(1))
+    one.complete([[turn_of(*turn) for turn in turns]], only_last=True)
+    assert one.rows is not None and one.rows["policy_version"].tolist() == [turns[-1][0]]
+    assert (one.oldest, one.tokens) == (oldest, tokens)
+    state = one.state_dict(version=11)
+    one.rows[0].set("advantage", torch.ones(1))
     again = Group.from_state(8, state, version=20)
-    assert again.rows is not None
-    assert "advantage" not in again.rows[0].keys()  # noqa: SIM118
-    assert (again.number, again.oldest, again.tokens) == (8, 18, 2)
+    assert again.rows is not None and "advantage" not in again.rows[0].keys()  # noqa: SIM118  the trainer's rows
+    assert (again.number, 20 - again.oldest, again.tokens) == (8, 11 - oldest, tokens)
     assert again.rows["group_id"].tolist() == [7] and again.ready_at > 0
 
 
@@ -66,47 +60,35 @@ def counted(oldest: int, tokens: int, *segments: int, ready_at: float = 0.0) -> 
 
 
 def test_the_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is idle at first and at last, while nothing is in flight."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stats = CollectionStats()
+    for seconds, change in ((2, 2), (5, -1), (1, -1), (2, 0)):
+        now[0] += seconds
+        stats.in_flight += change
     groups = [counted(5, 10, 1, 1, ready_at=7.0), counted(3, 30, 1, 4, ready_at=9.0)]
     for one in (*groups, counted(5, 80, 1)):
         stats.completed(one)
-    monkeypatch.setattr(rollouts.time, "monotonic", lambda: 10.0)
     stats.gave_out(groups, version=6)
     expected = {
         "inference/staleness_mean": 2.0,  # 1 and 3
         "inference/staleness_max": 3.0,
         "inference/queue_age": 2.0,  # 3 and 1
+        "inference/idle": pytest.approx(0.4),
+        "inference/in_flight": 0.0,
         "collector/partial_ratio": 0.25,
         "collector/max_segments": 4.0,
         "collector/length_trained_over_sampled": 0.5,  # 20 a group over 40
     }
     found = stats.scalars()
     assert {name: found[name] for name in expected} == expected
-
-
-def test_a_replica_that_is_ahead_makes_no_negative_age() -> None:
-    stats = CollectionStats()
-    stats.gave_out([counted(7, 1, 1)], version=6)
+    stats.gave_out([counted(7, 1, 1)], version=6)  # a replica that is ahead
     assert stats.scalars()["inference/staleness_max"] == 0.0
-
-
-def test_an_engine_is_idle_while_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stats = CollectionStats()
-    for seconds, change in ((2, 2), (5, -1), (1, -1), (2, 0)):  # idle at first and at last
-        now[0] += seconds
-        stats.in_flight += change
-    found = stats.scalars()
-    assert (found["inference/idle"], found["inference/in_flight"]) == (pytest.approx(0.4), 0.0)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 IDS = [65, 66, 67]
-
-
-def arguments(ids: list[int]) -> dict[str, Any]:
-    return {"prompt_token_ids": ids, "sampling_params": {"max_tokens": 4, "logprobs": 0}}
 
 
 def answer(engine: FakeAsyncVLLM, asked: dict[str, Any]) -> Completion:
@@ -121,26 +103,22 @@ def how(**kwargs: Any) -> str:
     return f"{ {'max_tokens': 4, 'logprobs': 0, **kwargs}!r}, routes: True"
 
 
-def half(completion: Completion) -> Completion:
-    return cut(completion, 2, decode=str)
-
-
 def running(restored: Any = None) -> Group:
     return Group(0, Prompt(7, TensorDict()), 0, restored or {})
 
 
-def asked(group: Group, sample: int, ids: list[int], version: int = 0, **more: Any) -> dict[str, Any]:
-    return group.ask(sample, f"name-7-{sample}", {**arguments(ids), **more}, version)[1]
+def asked(group: Group, sample: int, ids: list[int], version: int = 0) -> dict[str, Any]:
+    arguments = {"prompt_token_ids": ids, "sampling_params": {"max_tokens": 4, "logprobs": 0}}
+    return group.ask(sample, f"name-7-{sample}", arguments, version)[1]
 
 
 def test_what_is_asked_again_continues(engine: FakeAsyncVLLM) -> None:
     first = answer(engine, asked(running(), 0, IDS))
-    state = {0: {0: (first, how()), 1: (half(first), how())}}
+    state = {0: {0: (first, how()), 1: (cut(first, 2, decode=str), how())}}
     again = running(state)
     assert again.answers({}) == state  # a second crash loses nothing
     turn = asked(again, 0, IDS)
     assert turn["resume"] is first
-    assert "prompt_token_ids" not in turn
     assert asked(again, 0, IDS)["resume"].outputs[0].token_ids.tolist() == first.outputs[0].token_ids[:2].tolist()
     assert "resume" not in asked(again, 0, IDS)  # a third turn there was none
     assert again.answers({}) == state
@@ -164,10 +142,105 @@ def test_snapshots_are_of_all_replicas_that_answer(engine: FakeAsyncVLLM, caplog
         replica.token_seconds = 3600.0  # type: ignore[attr-defined]
     names = [f"request {i}" for i in range(4)]
     calls = in_thread(lambda: engine.generate([IDS] * 4, {"max_tokens": 2}, request_ids=names, use_tqdm=False))
-    until(lambda: len(snapshots(engine)) == 4)
-    assert set(snapshots(engine)) == set(names)
+    until(lambda: set(snapshots(engine)) == set(names))
     engine.replicas[0].die()  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
         until(lambda: len(snapshots(engine)) == 2)  # the others wait until they can be alone at the other one
     engine.abort(names)
     assert len(calls.result(60)) == 4
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+def read(stream: PromptStream, count: int) -> list[str]:
+    return [prompt.data["query"] for prompt in islice(stream, count)]
+
+
+def shuffled(seed: int | None = None) -> DataLoader[Any]:
+    rows = [{"query": f"q{i}"} for i in range(10)]
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    collate = lambda batch: {"query": [row["query"] for row in batch]}  # noqa: E731
+    return DataLoader(rows, batch_size=3, shuffle=True, generator=generator, collate_fn=collate)
+
+
+@pytest.mark.parametrize(
+    "dataloader",
+    [
+        [{"query": ["a", "b"]}, {"query": ["c"]}],
+        [{"query": "a"}, {"query": "b"}, {"query": "c"}],
+        [[{"query": "a"}, {"query": "b"}], [{"query": "c"}]],
+        [TensorDict(query=["a", "b", "c"], batch_size=[3])],
+        [lazy_stack([TensorDict(query="a"), TensorDict(query="b")]), TensorDict(query="c")],
+        [{"query": ["a", "b", "c"], "target": torch.arange(3), "source": ["x", "y", "z"]}],
+    ],
+)
+def test_rows_of_batches_of_every_kind(dataloader: Iterable[Any]) -> None:
+    stream = PromptStream(dataloader)
+    prompts = list(islice(stream, 5))
+    assert [prompt.data["query"] for prompt in prompts] == ["a", "b", "c", "a", "b"]
+    assert [int(prompt.data.get("target", prompt.position % 3)) for prompt in prompts] == [0, 1, 2, 0, 1]
+    assert [prompt.position for prompt in prompts] == [0, 1, 2, 3, 4]
+    assert all(prompt.data.batch_size == () for prompt in prompts)
+    stream.give_back(prompts[4:])
+    stream.give_back(prompts[3:4])
+    assert (read(stream, 3), stream.position) == (["a", "b", "c"], 6)
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("before", [0, 1, 7, 10, 14])
+def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
+    torch.manual_seed(0)
+    first, second = PromptStream(shuffled(seed)), PromptStream(shuffled(seed))
+    read(first, before)
+    state = first.state_dict()
+    expected = read(first, 6) if seed is not None or before % 10 else []
+    torch.manual_seed(1)
+    second.load_state_dict(state)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.get_rng_state())  # the global generator is not ours
+    got = read(second, 6)
+    left = len(expected) if seed is not None else (10 - before % 10 if before % 10 else 0)  # of this epoch
+    assert (got[:left], len(got)) == (expected[:left], 6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "under_way", "expected"),
+    [("abcd", [2, 0], [(0, "a"), (2, "c"), (3, "d")]), ("ab", [0], [(0, "a"), (3, "b")])],
+)
+def test_what_was_under_way_comes_again_first_also_of_an_earlier_epoch(
+    rows: str, under_way: list[int], expected: list[tuple[int, str]]
+) -> None:
+    first, second = PromptStream([{"query": list(rows)}]), PromptStream([{"query": list(rows)}])
+    prompts = list(islice(first, 3))
+    second.load_state_dict(first.state_dict([prompts[i] for i in under_way]))
+    assert [(prompt.position, prompt.data["query"]) for prompt in islice(second, len(expected))] == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        ([], ValueError, "yields nothing"),
+        (["a"], TypeError, "must yield mappings or TensorDicts, got str: give it a collate_fn"),
+        ([{"query": ["a", "b"], "target": ["x"]}], ValueError, r"different lengths: \[1, 2\]"),
+    ],
+)
+def test_what_is_no_data_is_refused(data: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        next(PromptStream(data))
+
+
+def test_a_feed_gives_each_sample_that_is_reset_the_next_row_as_a_copy_so_many_times() -> None:
+    primer = DataLoadingPrimer(dataloader=Questions(64, 3), batch_size=[4], repeats=2)
+    feed = PromptFeed(primer)
+
+    def draw(*samples: int) -> list[Any]:
+        reset = torch.zeros(4, 1, dtype=torch.bool)
+        reset[list(samples)] = True
+        return list(primer.default_value(reset=reset).unbind(0))
+
+    first = draw(0, 1, 2)
+    assert [row["query"] for row in (*first, *draw(3))] == ["q0", "q0", "q1", "q1"]
+    first[0]["query"] = "changed"
+    assert [position for position, _ in feed.state_dict()["copies"]] == [0, 0, 1, 1]
+    assert feed.state_dict()["copies"][0][1]["query"] == "q0"
+    assert (feed()["query"], feed(torch.tensor(True))["query"]) == ("q2", "q2")  # of one sample

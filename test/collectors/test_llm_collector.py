@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -106,6 +106,7 @@ def test_they_are_those_of_the_asynchronous_one_without_staleness() -> None:
     ours = LLMCollector(env_of(data(), 8, repeats=4), **arguments, yield_completed_trajectories=True)
     other = AsyncLLMCollector(env_of(data(), 8, repeats=4), **arguments, max_staleness=0)
     assert ours.set_seed(7) == other.set_seed(7)
+    assert [replica.seed for replica in engine.replicas] == [7]  # type: ignore[attr-defined]
     order = []
     for one, two in zip(islice(ours, 5), islice(other, 5), strict=True):
         order += queries(one)[::4]
@@ -133,8 +134,6 @@ def test_data_may_have_columns_of_any_kind(engine: FakeAsyncVLLM, columns: dict[
     ("mode", "repeats", "turns"),
     [
         ("turns", 2, 1),
-        *(pytest.param(*rest, marks=pytest.mark.soak) for rest in product(("samples", "last turns"), (None, 2), [1])),
-        pytest.param("turns", None, 1, marks=pytest.mark.soak),
         ("samples", None, None),
         ("last turns", None, None),  # turns of a sample in several batches begin again, as the docs say
     ],
@@ -171,7 +170,9 @@ def test_resetting_at_each_iteration_loses_no_prompt(engine: FakeAsyncVLLM, turn
     assert [query for batch in islice(collector, 3) for query in asked_of(batch)] == [f"q{i}" for i in range(12)]
 
 
-def test_data_that_can_be_read_once_continues_where_it_was(engine: FakeAsyncVLLM) -> None:
+def test_data_that_can_be_read_once_continues_where_it_was_and_loses_no_row(engine: FakeAsyncVLLM) -> None:
+    """The environment has read a batch to know what is in it."""
+
     def collector() -> LLMCollector:
         return collector_of(engine, env_of(iter(Questions(64, 3)), 2), 2)
 
@@ -182,13 +183,6 @@ def test_data_that_can_be_read_once_continues_where_it_was(engine: FakeAsyncVLLM
     assert seen == [f"q{i}" for i in range(8)]
     with pytest.raises(ValueError, match="load the state before the first batch"):
         second.load_state_dict(first.state_dict())
-
-
-def test_data_that_can_be_read_once_loses_no_row(engine: FakeAsyncVLLM) -> None:
-    """The environment has read a batch to know what is in it."""
-    data = iter([{"query": ["q0", "q1", "q2"]}, {"query": ["q3", "q4", "q5"]}])
-    collector = collector_of(engine, env_of(data, 2), 2)
-    assert [asked_of(batch) for batch in islice(collector, 2)] == [["q0", "q1"], ["q2", "q3"]]
     data = iter([{"query": ["q0", "q1", "q2"]}])
     other = AsyncLLMCollector(env_of(data, 3), policy=policy_of(engine), groups_per_batch=2, max_staleness=0)
     assert queries(next(iter(other))) == ["q0", "q1"]
@@ -208,19 +202,6 @@ def test_data_from_nowhere_leaves_no_position(engine: FakeAsyncVLLM) -> None:
     assert state["prompts"] is None
     with pytest.raises(ValueError, match="data came from elsewhere"):
         collector_of(engine).load_state_dict(state)
-
-
-def test_a_seed_reaches_data_and_engine(engine: FakeAsyncVLLM) -> None:
-    def answers(seed: int) -> tuple[list[str], list[Any]]:
-        data = DataLoader([{"query": f"q{i}"} for i in range(64)], batch_size=4, shuffle=True)  # type: ignore[arg-type]
-        collector = collector_of(engine, env_of(data))
-        collector.set_seed(seed)
-        batch = next(iter(collector)).reshape(-1)
-        return queries(batch), [replica.seed for replica in engine.replicas]  # type: ignore[attr-defined]
-
-    assert answers(3) == answers(3)
-    assert answers(3)[0] != answers(4)[0]
-    assert answers(3)[1] == [3, 4]
 
 
 # -- free running -----------------------------------------------------------------------------------------------------
@@ -268,22 +249,18 @@ def test_a_state_that_a_hook_saves_has_the_batch_which_the_trainer_has_not_yet(e
     assert states[0]["frames"] == 0
 
 
-def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncVLLM) -> None:
+def test_iterating_during_a_pause_or_after_the_end_is_refused_and_a_pause_of_another_thread_is_waited_for(
+    engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collector = LLMCollector(env_of, policy_factory=lambda: policy_of(engine), dialog_turns_per_batch=4)
     assert collector.get_policy_model() is engine
     with collector.pause():
         for ask in (collector.iterator().__next__, iter(collector).__next__, collector.next):
             with pytest.raises(RuntimeError, match="the collector is paused"):
                 ask()
-    assert collector.next().numel() == 4
-    collector.shutdown()
-    collector.shutdown()
-    with pytest.raises(RuntimeError, match="the collector was shut down"):
-        next(collector.iterator())
-
-
-def test_a_pause_of_another_thread_is_waited_for(engine: FakeAsyncVLLM) -> None:
-    collector = collector_of(engine)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # while it waits: it leaves no pause
+        patch.setattr(collector._borders, "wait_for", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        collector.state_dict()
     pause = collector.pause()
     in_thread(pause.__enter__).result(60)
     batch = in_thread(collector.next)
@@ -291,19 +268,10 @@ def test_a_pause_of_another_thread_is_waited_for(engine: FakeAsyncVLLM) -> None:
         assert collector._collecting is None
     in_thread(lambda: pause.__exit__(None, None, None)).result(60)
     assert batch.result(60).numel() == 4
-
-
-def test_a_ctrl_c_while_a_pause_waits_leaves_no_pause(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = collector_of(engine)
-
-    def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(collector._borders, "wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            collector.state_dict()
-    assert collector.next().numel() == 4
+    collector.shutdown()
+    collector.shutdown()
+    with pytest.raises(RuntimeError, match="the collector was shut down"):
+        next(collector.iterator())
 
 
 def test_a_shutdown_by_another_thread_ends_the_iteration_after_its_batch(engine: FakeAsyncVLLM) -> None:
@@ -323,89 +291,65 @@ def test_a_shutdown_by_another_thread_ends_the_iteration_after_its_batch(engine:
     assert [asked_of(batch) for batch in batches.result(60)] == [["q0", "q1", "q2", "q3"]]
 
 
-@pytest.mark.parametrize("mode", ["samples", "turns"])
-def test_after_a_ctrl_c_prompts_come_again(engine: FakeAsyncVLLM, mode: str) -> None:
-    def reward(query: str) -> float:
-        if query == "q5" and not caught:
-            caught.append(query)
-            raise KeyboardInterrupt
-        return 1.0
-
-    caught: list[str] = []
-    collector = collector_of(engine, env_of(reward=reward), 8, **MODES[mode])
-    with pytest.raises(KeyboardInterrupt):
-        collector.next()
-    assert Counter(asked_of(collector.next())) == Counter(f"q{i}" for i in range(8))
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
-@pytest.mark.parametrize("mode", ["samples", "turns", "flat turns"])
-def test_a_batch_that_its_postproc_fails_at_is_in_the_state(
-    engine: FakeAsyncVLLM, mode: str, error: type[BaseException]
+@pytest.mark.parametrize(
+    ("where", "mode"),
+    [
+        *(("postproc", mode) for mode in ("samples", "turns", "flat turns")),
+        ("hook", "turns"),
+        ("buffer", "flat turns"),
+        ("reward", "samples"),
+        ("reward", "turns"),
+    ],
+)
+def test_a_batch_that_an_error_keeps_from_the_trainer_is_in_the_state_and_after_a_ctrl_c_comes_again(
+    engine: FakeAsyncVLLM, where: str, mode: str, error: type[BaseException]
 ) -> None:
+    seen: list[Any] = []
+
     def fail_once(batch: TensorDictBase) -> TensorDictBase:
-        asked.append(asked_of(batch))
-        if len(asked) == 2:
+        seen.append([row["text", "full"] for row in batch.reshape(-1).unbind(0)])
+        if len(seen) == 2:
             raise error
         return batch
 
-    def collector(**kwargs: Any) -> LLMCollector:
-        return collector_of(engine, **MODES[mode], **kwargs)
+    def reward(query: str) -> float:
+        if where == "reward" and query == "q5" and not seen:
+            seen.append(query)
+            raise error
+        return 1.0
 
-    asked: list[list[str]] = []
-    first = collector(postproc=fail_once)
-    assert asked_of(first.next()) == ["q0", "q1", "q2", "q3"]
+    class Failing(ReplayBuffer):
+        def extend(self, data: Any, **kwargs: Any) -> Any:
+            return super().extend(fail_once(data) if where == "buffer" else data, **kwargs)
+
+    def collector() -> LLMCollector:
+        given = {"postproc": fail_once} if where == "postproc" else {}
+        made = collector_of(engine, env_of(reward=reward), **MODES[mode], **given, replay_buffer=buffers.get(where))
+        if where == "hook":
+            made.set_post_collect_hook(fail_once)
+        return made
+
+    def next_of(one: LLMCollector) -> list[str]:
+        """The questions of the next batch, wherever it goes to."""
+        batch = one.next()
+        return sorted(asked_of(batch) if batch is not None else [row["query"] for row in one.replay_buffer[:]][-4:])
+
+    buffers = {"buffer": Failing(storage=LazyStackStorage(64))}
+    first = collector()
+    assert next_of(first) == ["q0", "q1", "q2", "q3"]
     with pytest.raises(error):
         first.next()
     state = first.state_dict()
     assert state["frames"] == 4
     assert [data["query"] for _, data in state["prompts"]["copies"]][:4] == ["q4", "q5", "q6", "q7"]
+    if error is KeyboardInterrupt:
+        assert next_of(first) == ["q4", "q5", "q6", "q7"]
+        assert where == "reward" or seen[1] == seen[2]  # it is the same batch
+        assert first.state_dict()["frames"] == 8
     again = collector()
     again.load_state_dict(state)
-    assert asked_of(again.next()) == ["q4", "q5", "q6", "q7"]
-
-
-def test_a_state_is_of_before_a_batch_or_after_it(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the moment in which the buffer has a batch and its prompts are forgotten."""
-    reached, go_on = threading.Event(), threading.Event()
-    buffer = ReplayBuffer(storage=LazyStackStorage(64))
-    collector = collector_of(engine, replay_buffer=buffer)
-    delivered = collector._delivered
-
-    def slowly() -> None:
-        reached.set()
-        go_on.wait(60)
-        delivered()
-
-    monkeypatch.setattr(collector, "_delivered", slowly)
-    batch = in_thread(collector.next)
-    assert reached.wait(60)
-    state = in_thread(collector.state_dict)
-    until(lambda: collector._pausing or state.done())
-    go_on.set()
-    batch.result(60)
-    assert state.result(60)["frames"] == len(buffer) == 4
-
-
-def test_after_a_ctrl_c_in_the_buffer_the_same_batch_comes_again(engine: FakeAsyncVLLM) -> None:
-    class Interrupted(ReplayBuffer):
-        def extend(self, data: Any, **kwargs: Any) -> Any:
-            asked.append(data["text", "full"])
-            if len(asked) == 1:
-                raise KeyboardInterrupt
-            return super().extend(data, **kwargs)
-
-    asked: list[Any] = []
-    buffer = Interrupted(storage=LazyStackStorage(64))
-    collector = LLMCollector(
-        env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, replay_buffer=buffer, total_dialog_turns=8,
-        flatten_data=True,
-    )  # fmt: skip
-    with pytest.raises(KeyboardInterrupt):
-        list(collector.iterator())
-    assert list(collector.iterator()) == [None, None]
-    assert asked[0] == asked[1] != asked[2]
-    assert [row["query"] for row in buffer[:]] == [f"q{i}" for i in range(8)]
+    assert next_of(again) == ["q4", "q5", "q6", "q7"]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 import torchrl.collectors.llm
 from tensordict import TensorDict
 from torchrl.collectors.weight_update import WeightUpdaterBase
-from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.trainers import Trainer
 
 from support.actors import toy_actors
@@ -44,7 +43,7 @@ from support.remote_hosts import (
 from support.toy_engine import bring
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
-from torchrl_moe.collectors.ray_collectors import RayCollector
+from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.errors import CollectionError, CollectionStalledError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -109,33 +108,59 @@ def local_of(engine: FakeAsyncVLLM, **kwargs: Any) -> AsyncLLMCollector:
     return AsyncLLMCollector(chat(2), **arguments, **kwargs)
 
 
+def check_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.batch_size == other.batch_size
+        assert list(map(plain, one.reshape(-1).unbind(0))) == list(map(plain, other.reshape(-1).unbind(0)))
+
+
 def test_batches_are_those_of_the_local_collector(collect: Make) -> None:
+    found = list(islice(collect(groups_per_batch=2), 3))
     with FakeAsyncVLLM(num_replicas=2) as engine:
         local = local_of(engine, groups_per_batch=2)
-        expected = list(islice(local, 3))
+        check_same(found, islice(local, 3))
         local.shutdown()
-    found = list(islice(collect(groups_per_batch=2), 3))
-    for one, other in zip(found, expected, strict=True):
-        assert one.batch_size == other.batch_size == (4,)
-        assert list(map(plain, one.unbind(0))) == list(map(plain, other.unbind(0)))
     tokens = found[0][0]["tokens", "response"]
     before = tokens.clone()
     tokens += 1  # the driver's own memory
     assert torch.equal(tokens, before + 1)
 
 
-def test_it_ends_after_so_many_rows_and_says_how_far_it_is(collect: Make) -> None:
-    collector = collect(total_dialog_turns=5)
+def test_it_ends_after_so_many_rows_and_says_how_far_it_is_and_what_it_has(
+    collect: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"query": [f"q{i}"]} for i in range(40)]
+    data = torch.utils.data.DataLoader(rows, shuffle=True, collate_fn=lambda batch: batch[0])
+    collector = collect(total_dialog_turns=5, dataloader=data)
+    assert isinstance(collector.set_seed(1), int)
     assert (collector.dialog_turns_per_batch, collector.total_dialog_turns, len(collector)) == (2, 5, 3)
     assert collector.init_random_frames == 0  # TorchRL's trainer asks
     with pytest.raises(RuntimeError, match="pass replay_buffer="):
         collector.start()
-    assert queries(collector.next()) == ["q0", "q0"]
-    assert [batch.numel() for batch in collector] == [2, 2]
+    asked = queries(collector.next())
+    asked += [query for batch in collector for query in queries(batch)]
+    stream = PromptStream(data)  # is shuffled so, too
+    stream.seed(1)
+    assert asked[::2] == [prompt.data["query"] for prompt in islice(stream, 3)] != ["q0", "q1", "q2"]
     assert collector.next() is None
     stats = collector.stats()
     assert (stats["frames"], stats["batches"], stats["completed"]) == (6, 3, True)
+    collector.show_samples(1)
+    shown = capsys.readouterr().out
+    assert "batch 2, 1 of 2 samples" in shown and asked[-1] in shown
+    collector.show_samples(1, color="versions")
+    assert "response, version 0" in capsys.readouterr().out
+    assert collector.to_pandas()["rows"].tolist() == [2, 2, 2]
+    assert (collector.getattr_policy("input_mode"), collector.getattr_env("batch_size")) == ("history", (2,))
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        collector.getattr_policy("model")
     assert repr(collector).startswith("RayAsyncLLMCollector(AsyncLLMCollector(1 groups of 2 a batch")
+    assert "group_size" in collector._repr_html_()
+    monkeypatch.setattr(collector, "_is_done", lambda reference, seconds: False)
+    for words in ("its actor gave no answer within 5 s", "the collector was shut down"):
+        assert words in repr(collector)
+        assert TableReader(collector._repr_html_()).other[-1] == words
+        collector.shutdown()
 
 
 def test_what_the_local_collector_refuses_is_refused_and_the_actor_ended(
@@ -200,16 +225,6 @@ def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, 
     until(lambda: run(actor, lambda local: len(local.replay_buffer.seen)) >= 8)
 
 
-@pytest.mark.soak  # one more process
-def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
-    shared = RayReplayBuffer(storage=partial(LazyStackStorage, 64), remote_config={"num_cpus": 0})
-    collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24, max_staleness=8)
-    assert (list(islice(collector, 2)), queries(shared[:])[::2]) == ([None, None], ["q0", "q1", "q2", "q3"])
-    collector.start()
-    until(lambda: collector.getattr_rb("write_count") == 24)
-    shared.shutdown()
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be_saved(collect: Make) -> None:
     collector = collect(chat(2, reward=failing_from(1)))
@@ -222,22 +237,19 @@ def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be
     assert collector.state_dict()["frames"] == 2
 
 
-def test_an_error_of_ours_has_its_type(collect: Make, actor: Any) -> None:
-    collector = collect(heartbeat_timeout=0.5)
-    run(actor, stall)
-    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are running") as caught:
-        collector.next()
-    assert type(caught.value) is CollectionStalledError
-
-
-def test_an_error_that_cannot_be_pickled_keeps_its_words(collect: Make) -> None:
-    def reward(query: str) -> float:
+def test_an_error_of_ours_has_its_type_and_one_that_cannot_be_pickled_its_words(collect: Make, actor: Any) -> None:
+    def unpicklable(query: str) -> float:
         error = ZeroDivisionError("no reward")
         error.lock = threading.Lock()  # type: ignore[attr-defined]
         raise error
 
     with pytest.raises(CollectionError, match=r"(?s)ZeroDivisionError isn't serializable.*no reward"):
-        collect(chat(2, reward=reward)).next()
+        collect(chat(2, reward=unpicklable)).next()
+    collector = collect(heartbeat_timeout=0.5)
+    run(actor, stall)
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are running") as caught:
+        collector.next()
+    assert type(caught.value) is CollectionStalledError
 
 
 def test_an_error_reaches_who_waits_for_the_buffer(collect: Make) -> None:
@@ -254,27 +266,24 @@ def test_ctrl_c_leaves_it_usable_and_no_batch_is_lost(collect: Make, interrupt: 
         interrupt(lambda: collector._awaited is not None)
         with pytest.raises(KeyboardInterrupt):
             collector.next()
-        assert collector.state_dict()["ahead"] == []
+        assert (collector.state_dict()["ahead"], collector.stats()["batches"]) == ([], 0)  # calls do not wait for it
+        collector.increment_version()
     until(lambda: [queries(batch) for batch in collector.state_dict()["ahead"]] == [["q0", "q0"]])
     assert [queries(collector.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
 
 
 # -- control ----------------------------------------------------------------------------------------------------------
-def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
-    collector = collect()
-    with collector.pause(resume=False):
-        batch = in_thread(collector.next)
-        until(lambda: run(actor, lambda local: len(local._rollouts._asked)) == 1)
-        assert (collector.state_dict()["frames"], collector.stats()["batches"]) == (0, 0)
-        collector.increment_version()
-    assert not batch.done()
-    collector.shutdown()
-    assert batch.result(60) is None
-
-
 def test_nothing_begins_during_a_pause(collect: Make, actor: Any) -> None:
-    def begun() -> int:
-        return run(actor, lambda local: local._schedule.begun)
+    def figures() -> list[int]:
+        """What was written here; groups that were begun, and pauses, there."""
+        return [
+            collector.getattr_rb("write_count"),
+            *run(actor, lambda one: [one._schedule.begun, one._rollouts.pauses]),
+        ]
+
+    def update(version: int) -> None:
+        run(actor, lambda local: new_weights(local.policy.model, version))
+        collector.increment_version()
 
     collector = collect(replay_buffer=buffer())
     collector.start()
@@ -282,17 +291,13 @@ def test_nothing_begins_during_a_pause(collect: Make, actor: Any) -> None:
     with collector.pause():
         with collector.pause():
             pass
-        run(actor, lambda local: new_weights(local.policy.model, 1))
-        collector.increment_version()
+        update(1)
         collector.state_dict()
-        assert (collector.getattr_rb("write_count"), begun()) == (6, 3)
-        assert collector.is_running()
+        assert (figures(), collector.is_running()) == ([6, 3, 1], True)
     until(lambda: collector.getattr_rb("write_count") == 8)
     with collector.pause(resume=False):
-        run(actor, lambda local: new_weights(local.policy.model, 2))
-        collector.increment_version()
-    assert run(actor, lambda local: local._rollouts.pauses) == 1
-    assert (collector.getattr_rb("write_count"), begun()) == (8, 4)
+        update(2)
+    assert figures() == [8, 4, 1]
     collector.shutdown()
     assert not collector.is_running()
 
@@ -323,52 +328,6 @@ def test_weight_updates_are_counted(collect: Make, actor: Any) -> None:
     assert collector.weight_updater.pushed == (("weights",), {"worker_ids": [0]})
     assert collector.weight_updater.collector is collector
     assert (collector.policy_version, collector.next().get("policy_version").tolist()) == (6, [6, 6])
-
-
-def test_attributes_of_the_actors_policy_and_environment_can_be_read(collect: Make) -> None:
-    collector = collect()
-    assert (collector.getattr_policy("input_mode"), collector.getattr_env("batch_size")) == ("history", (2,))
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        collector.getattr_policy("model")
-    with pytest.raises(AttributeError, match="nothing_like_that"):
-        collector.getattr_policy("nothing_like_that")
-
-
-def test_its_reports_are_those_of_the_collector_in_the_actor(collect: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    collector = collect()
-    asked = [query for batch in islice(collector, 2) for query in queries(batch)]
-    collector.show_samples(1)
-    shown = capsys.readouterr().out
-    assert "batch 1, 1 of 2 samples" in shown
-    assert asked[-1] in shown
-    assert collector.to_pandas()["rows"].tolist() == [2, 2]
-    assert "group_size" in collector._repr_html_()
-    collector.show_samples(1, color="versions")
-    assert "response, version 0" in capsys.readouterr().out
-
-
-def test_one_that_is_over_or_says_nothing_is_shown(collect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = collect()
-
-    def check(words: str) -> None:
-        assert words in repr(collector)
-        assert TableReader(collector._repr_html_()).other[-1] == words
-
-    with monkeypatch.context() as patch:
-        patch.setattr(collector, "_is_done", lambda reference, seconds: False)
-        check("its actor gave no answer within 5 s")
-    collector.shutdown()
-    check("the collector was shut down")
-
-
-def test_a_seed_shuffles_the_data_in_the_actor(collect: Make) -> None:
-    def seeded(seed: int) -> list[str]:
-        data = [{"query": [f"q{i}"]} for i in range(40)]
-        collector = collect(dataloader=torch.utils.data.DataLoader(data, shuffle=True, collate_fn=lambda rows: rows[0]))
-        assert isinstance(collector.set_seed(seed), int)
-        return [query for batch in islice(collector, 4) for query in queries(batch)[::2]]
-
-    assert seeded(1) == seeded(1) != seeded(2)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -421,12 +380,8 @@ def collect_in_turns(collect: Make) -> InTurns:
 @pytest.mark.parametrize("sync_iter", [True, False])
 def test_the_other_collector_gives_the_batches_of_its_local_one(collect_in_turns: InTurns, sync_iter: bool) -> None:
     local = LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
-    expected = list(islice(local, 3))
+    check_same(islice(collect_in_turns(sync_iter=sync_iter), 3), islice(local, 3))
     local.shutdown()
-    found = list(islice(collect_in_turns(sync_iter=sync_iter), 3))
-    for one, other in zip(found, expected, strict=True):
-        assert one.batch_size == other.batch_size
-        assert list(map(plain, one.reshape(-1).unbind(0))) == list(map(plain, other.reshape(-1).unbind(0)))
 
 
 def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while_its_state_is_saved(
@@ -460,27 +415,6 @@ def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(collect_in_turns:
     restored.load_state_dict(state)
     assert [asked(batch) for batch in restored.state_dict()["ahead"]] == [["q2", "q3"]]
     assert [asked(restored.next()) for _ in range(3)] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
-
-
-def test_a_state_is_not_loaded_while_a_batch_is_made(
-    collect_in_turns: InTurns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: dict[str, Any] = {}
-    whole = []
-
-    def begin(collector: RayCollector, method: str, *arguments: Any) -> Any:
-        if "load_state_dict" in arguments:  # calls of an actor run side by side, and may start in another order
-            whole.append(collector._is_done(begun["next"]))
-        begun[method] = plain_begin(collector, method, *arguments)
-        return begun[method]
-
-    plain_begin = RayCollector._begin
-    monkeypatch.setattr(RayCollector, "_begin", begin)
-    collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
-    start = collector.state_dict()
-    assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
-    collector.load_state_dict(start)
-    assert (asked(collector.next()), whole) == (["q0", "q1"], [True])
 
 
 def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(collect_in_turns: InTurns) -> None:
@@ -541,35 +475,17 @@ def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, t
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(RayLLMCollector, id="ours"),
-        # one more process
-        pytest.param(torchrl.collectors.llm.RayLLMCollector, id="torchrl's", marks=pytest.mark.soak),
-    ],
-)
-def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(actor: Any, toys: AsyncVLLM, kind: Any) -> None:
+    "placed", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["ours", "torchrl's"]
+)  # TorchRL's has an actor of its own class, so one more process
+def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(actor: Any, toys: AsyncVLLM, placed: bool) -> None:
     policy = policy_of(toys, tokenizer=TOKENIZER, return_log_probs=False)
-    with placing(actor):  # ours; TorchRL's makes an actor of its own class
+    kind = RayLLMCollector if placed else torchrl.collectors.llm.RayLLMCollector
+    with placing(actor):
         collector = kind(dataset, policy=policy, remote_config={"num_cpus": 0}, dialog_turns_per_batch=4)
-    for batch in islice(collector, 2):
-        first, second = Counter(queries(batch.reshape(-1))).items()  # TorchRL's leaves the first two questions out
-        assert (first[1], second[1]) == (2, 2)
+    for batch in islice(collector, 2):  # TorchRL's leaves the first two questions out
+        assert list(Counter(queries(batch.reshape(-1))).values()) == [2, 2]
     collector.shutdown()
     assert toys.generate([1], use_tqdm=False).outputs[0].token_ids.tolist() == [2]  # it continues
-
-
-@pytest.mark.soak
-@pytest.mark.engine
-def test_two_share_a_real_engine(ray_pair: AsyncVLLM, actor: Any) -> None:
-    first, second = two_over("test-pair", actor)
-    for batches in islice(zip(first, second, strict=True), 5):
-        for row in (row for batch in batches for row in batch.unbind(0)):
-            assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
-            assert row["log_probs", "response"].isfinite().all()
-    second.shutdown()
-    with placing(actor):
-        first.shutdown()
 
 
 DRIVER = """

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import gc
 import math
 import weakref
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -19,7 +17,6 @@ from torchrl.data.llm import History
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
-from torchrl.record.loggers.csv import CSVLogger
 
 from support.clock import Clock
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
@@ -51,7 +48,6 @@ def bar_lines(text: str) -> list[str]:
     return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
 
 
-# -- samples ----------------------------------------------------------------------------------------------------------
 def table_lines(text: str) -> list[list[str]]:
     """The cells of rows that rich has printed in one line each."""
     return [line.split() for line in text.splitlines()[1:] if line.strip() and "─" not in line]
@@ -59,7 +55,13 @@ def table_lines(text: str) -> list[list[str]]:
 
 def test_the_newest_samples_of_the_last_batch_are_shown(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(groups_per_batch=3)
+    capsys.readouterr()
+    collector.show_samples()
+    assert (capsys.readouterr().out[:12], len(collector.to_pandas())) == ("no batch yet", 0)
     (_, batch) = islice(collector, 2)
+    for arguments, words in (((0,), "n must be"), ((1, 0), "characters must be")):
+        with pytest.raises(ValueError, match=words):
+            collector.show_samples(*arguments)
     capsys.readouterr()
     collector.show_samples(3, characters=10)
     shown = capsys.readouterr().out
@@ -89,18 +91,6 @@ def test_samples_are_shown_token_by_token(collect: Collect, capsys: pytest.Captu
         collector.show_samples(color="red")  # type: ignore[arg-type]
 
 
-def test_before_the_first_batch_there_is_nothing_to_show(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
-    collector = collect()
-    capsys.readouterr()
-    collector.show_samples()
-    assert capsys.readouterr().out.startswith("no batch yet")
-    assert len(collector.to_pandas()) == 0
-    next(iter(collector))
-    for arguments, words in (((0,), "n must be"), ((1, 0), "characters must be")):
-        with pytest.raises(ValueError, match=words):
-            collector.show_samples(*arguments)
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=3, max_staleness=1, total_dialog_turns=18)
@@ -108,6 +98,7 @@ def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
     for version, batch in enumerate(collector):
         ages.append(version - int(batch["policy_version"].min()))
         new_weights(engine, version + 1)
+    assert all(type(value) in (int, float, bool) for value in collector.stats().values())  # as loggers take them
     table = collector.to_pandas()
     expected = {
         "batch": [0, 1, 2],
@@ -126,29 +117,13 @@ def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
     assert not table.isna().to_numpy().any()
 
 
-def test_it_is_shown_whatever_has_become_of_it(
+def test_in_a_notebook_settings_and_figures_are_a_table_whatever_has_become_of_it(
     collect: Collect, engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector = collect()
-    next(iter(collector))
-    for end in (engine.shutdown, collector.shutdown):
-        end()
-        assert repr(collector).startswith("AsyncLLMCollector(1 groups of 2 a batch")
-        assert ["metric", "frames", "2"] in TableReader(collector._repr_html_()).rows["tbody"]
-
-    def stats() -> Any:
-        raise RuntimeError("<script>")
-
-    monkeypatch.setattr(collector, "stats", stats)
-    # a group that failed because the engine had ended may have a line after it
-    assert ["metric", "not known", "RuntimeError('<script>')"] in TableReader(collector._repr_html_()).rows["tbody"]
-    unmade = AsyncLLMCollector.__new__(AsyncLLMCollector)
-    assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
-
-
-def test_in_a_notebook_settings_and_figures_are_a_table(collect: Collect) -> None:
     class Nasty:
-        def __call__(self, rows: TensorDictBase) -> bool:
+        def __call__(self, *rows: object) -> bool:
+            if not rows:
+                raise RuntimeError("<script>")
             return True
 
         def __repr__(self) -> str:
@@ -156,61 +131,40 @@ def test_in_a_notebook_settings_and_figures_are_a_table(collect: Collect) -> Non
 
     collector = collect(groups_per_batch=3, group_filter=Nasty())
     next(iter(collector))
-    html = collector._repr_html_()
-    assert "<script" not in html
-    read = TableReader(html)
-    cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
-    assert (cells["setting", "groups_per_batch"], len(cells["setting", "group_filter"])) == ("3", 80)
-    assert (cells["metric", "frames"], cells["metric", "inference/staleness_mean"]) == ("6", "0")
-    assert read.other == ["AsyncLLMCollector"]
-
-
-def test_stats_go_into_torchrls_csv_files(collect: Collect, tmp_path: Path) -> None:
-    collector = collect(groups_per_batch=2)
-    logger = CSVLogger("run", log_dir=str(tmp_path))
-    for step, _ in enumerate(islice(collector, 3)):
-        stats = collector.stats()
-        assert all(type(value) in (int, float, bool) for value in stats.values())
-        assert logger.log_metrics(stats, step) == stats
-    logger.shutdown()
-    folder = tmp_path / "run" / "scalars"
-    files = {str(path.relative_to(folder).with_suffix("")): path for path in folder.rglob("*.csv")}
-    assert files.keys() == stats.keys()
-    with files["frames"].open() as file:
-        assert list(csv.reader(file)) == [["0", "4.0"], ["1", "8.0"], ["2", "12.0"]]
+    for end in (lambda: None, engine.shutdown, collector.shutdown):
+        end()
+        assert repr(collector).startswith("AsyncLLMCollector(3 groups of 2 a batch")
+        html = collector._repr_html_()
+        read = TableReader(html)
+        cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
+        assert ("<script" in html, read.other) == (False, ["AsyncLLMCollector"])
+        assert (cells["setting", "groups_per_batch"], len(cells["setting", "group_filter"])) == ("3", 80)
+        assert (cells["metric", "frames"], cells["metric", "inference/staleness_mean"]) == ("6", "0")
+    monkeypatch.setattr(collector, "stats", Nasty())
+    # a group that failed because the engine had ended may have a line after it
+    assert ["metric", "not known", "RuntimeError('<script>')"] in TableReader(collector._repr_html_()).rows["tbody"]
+    unmade = AsyncLLMCollector.__new__(AsyncLLMCollector)
+    assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def clock() -> Clock:
+
+
+def test_seconds_that_the_trainer_waits_are_counted_for_the_batch_that_comes() -> None:
     clock = Clock()
-    clock.now = 100.0
-    return clock
-
-
-def test_seconds_that_the_trainer_waits_are_counted(clock: Clock) -> None:
-    record = CollectionRecord(clock=clock)
-    for seconds, training in ((2, 3), (1, 4)):
-        with record.wait():
-            clock.now += seconds
-        clock.now += training
-    assert (record.waited, record.scalars()) == (3, {"training/idle": 0.3, "collector/wait_for_batch": 3})
-
-
-def test_a_wait_that_is_interrupted_counts_for_the_batch_that_comes_later(clock: Clock) -> None:
     record = CollectionRecord(clock=clock)
     with pytest.raises(KeyboardInterrupt), record.wait():
         clock.now += 2
         raise KeyboardInterrupt
-    clock.now += 10
-    with record.wait():
-        clock.now += 1
-    record.add(TensorDict(), {"rows": 1})
-    with record.wait():
-        clock.now += 5
-    record.add(TensorDict(), {"rows": 1})
-    assert [row["waited"] for row in record.rows()] == [3, 5]
-    assert ([row["batch"] for row in record.rows()], record.last) == ([0, 1], record.rows()[1])
+    clock.now += 7
+    for seconds in (1, 5):
+        with record.wait():
+            clock.now += seconds
+        record.add(TensorDict(), {"rows": 1})
+    clock.now += 5
+    assert (record.waited, record.scalars()) == (8, {"training/idle": 0.4, "collector/wait_for_batch": 8})
+    assert [(row["batch"], row["waited"]) for row in record.rows()] == [(0, 3), (1, 5)]
+    assert record.last == record.rows()[1]
 
 
 def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
@@ -242,22 +196,18 @@ def test_the_bar_counts_answers_until_the_end(collect: Collect, capsys: pytest.C
             assert shown.err == ""
         collector.shutdown()
         assert capsys.readouterr() == ("", "")
-    collector = collect(verbose=True)
-    next(iter(collector))
-    assert collector._progress._bar is not None
-    collector.shutdown()
-    assert collector._progress._bar is None
-    assert capsys.readouterr().err.endswith("\n")
+    for end in (AsyncLLMCollector.shutdown, failing):
+        collector = collect(chat(2, reward=lambda query: 1 / (query != "q3")), verbose=True)
+        next(iter(collector))
+        assert collector._progress._bar is not None
+        end(collector)
+        assert collector._progress._bar is None
+        assert capsys.readouterr().err.endswith("\n")
 
 
-def test_the_bar_ends_with_an_error(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
-    collector = collect(chat(2, reward=lambda query: 1 / (query != "q3")), verbose=True)
-    capsys.readouterr()
+def failing(collector: AsyncLLMCollector) -> None:
     with pytest.raises(ZeroDivisionError):
-        for _ in collector:
-            pass
-    assert collector._progress._bar is None
-    assert "collect: " in capsys.readouterr().err
+        sum(1 for _ in collector)
 
 
 def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -44,34 +45,20 @@ def test_what_may_overtake_what(schedule: Schedule, happens: str, batches: list[
     assert [schedule.take() for one in happens if one == "t" or schedule.ready(int(one))] == batches
 
 
-def test_a_batch_makes_room_when_it_has_been_trained() -> None:
-    schedule = Schedule(2, 1, "fifo")
-    for group in fill(schedule):
-        schedule.ready(group)
-    assert schedule.take() == [0, 1]
-    assert not schedule.may_begin
-    schedule.updated()
-    assert fill(schedule) == [4, 5]
-
-
-def test_a_trainer_that_asks_again_has_trained_though_no_weights_came() -> None:
-    schedule = Schedule(1, 0, "fifo")
-    for _ in range(3):
-        (group,) = fill(schedule)
-        schedule.ready(group)
-        assert schedule.take() == [group]
-        assert not schedule.may_begin
-        schedule.trained()
-
-
-def test_what_is_dropped_makes_room_at_the_end_of_the_line() -> None:
+@pytest.mark.parametrize("says", [Schedule.trained, Schedule.updated], ids=["asks again", "updates"])
+def test_a_batch_makes_room_when_it_has_been_trained_and_a_dropped_group_at_once(says: Any) -> None:
+    """A trainer that asks again has trained on it though no weights came."""
     schedule = Schedule(2, 0, "fifo")
-    fill(schedule)
+    assert fill(schedule) == [0, 1]
     schedule.drop(0)
-    assert fill(schedule) == [2]
-    schedule.ready(1)
-    schedule.ready(2)
-    assert schedule.take() == [1, 2]
+    assert fill(schedule) == [2]  # at the end of the line
+    for batch in ([1, 2], [3, 4], [5, 6]):
+        for group in batch:
+            schedule.ready(group)
+        assert schedule.take() == batch
+        assert not schedule.may_begin
+        says(schedule)
+        assert fill(schedule) == [batch[1] + 1, batch[1] + 2]
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 4])

@@ -58,9 +58,7 @@ def asynchronous(env: EnvBase, **kwargs: Any) -> AsyncLLMCollector:
     return AsyncLLMCollector(env, group_size=GROUP, groups_per_batch=BATCH // GROUP, max_staleness=1, **kwargs)
 
 
-def train(
-    engine: AsyncVLLM, folder: Path, collect: Callable[..., Any], buffer: Buffer, batches: int, **kwargs: Any
-) -> Any:
+def train(engine: AsyncVLLM, folder: Path, collect: Callable[..., Any], buffer: Buffer, batches: int) -> Any:
     """Train from a folder's weights; the engine has them again afterwards."""
     from torchrl.trainers.algorithms.grpo import GRPOTrainer
 
@@ -88,7 +86,7 @@ def train(
             replay_buffer=buffer,
             weight_sync_sender=sender,
             progress_bar=False,
-            **kwargs,
+            empty_replay_buffer_on_weight_update=True,
         )
         trainer.train()
     model.load_state_dict(before)
@@ -103,25 +101,8 @@ def train(
 def test_it_learns_with_a_batch_at_a_time(engine: AsyncVLLM, shelf: EngineShelf, collect: Callable[..., Any]) -> None:
     buffer = Buffer(storage=LazyStackStorage(BATCH), sampler=SamplerWithoutReplacement())
     steps = 8 if collect is synchronous else 16  # whose batches are older
-    trainer = train(
-        engine, shelf.folder("qwen3_moe"), collect, buffer, steps, empty_replay_buffer_on_weight_update=True
-    )
+    trainer = train(engine, shelf.folder("qwen3_moe"), collect, buffer, steps)
     assert trainer.optimization_stepper.optimizer_step_count == steps
     assert mean(buffer.rewards[-2:]) > mean(buffer.rewards[:2]) + 0.1
     if collect is synchronous:
         assert buffer.versions == [[buffer.first_version + step] * BATCH for step in range(8)]
-
-
-@pytest.mark.soak
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.usefixtures("one_thread")
-def test_it_learns_while_answers_are_generated(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    """With the trainer's asynchronous switch, by which it samples from what the buffer holds."""
-    buffer = Buffer(storage=LazyStackStorage(2 * BATCH))
-    trainer = train(
-        engine, shelf.folder("qwen3_moe"), asynchronous, buffer, 16, async_collection=True, optim_steps_per_batch=1
-    )
-    assert trainer.optimization_stepper.optimizer_step_count >= 14
-    assert mean(buffer.rewards[-3:]) > mean(buffer.rewards[:3]) + 0.1
-    # batch i begins once there were i - 1 updates, so nothing in it is older
-    assert all(min(versions) >= buffer.first_version + i - 1 for i, versions in enumerate(buffer.versions))

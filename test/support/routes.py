@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.replay.discovery import LAYER
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
@@ -32,6 +33,15 @@ def random_routes(replay: RouterReplay, *shape: int, seed: int = 0) -> Tensor:
         noise = torch.rand(*shape, site.num_experts, generator=generator)
         routes[:, :, site.layer, : site.top_k] = noise.argsort(-1)[..., : site.top_k]
     return routes
+
+
+def rows_at_random(layout: RoutingLayout, count: int, seed: int = 0) -> Any:
+    """Rows ``[count, L, K]`` of an engine's layout that no router would choose."""
+    rng = np.random.default_rng(seed)
+    rows = np.full((count, layout.num_layers, layout.top_k), U, layout.numpy_dtype)
+    for layer in layout.moe_layers:
+        rows[:, layer] = rng.permuted(np.tile(np.arange(layout.num_experts), (count, 1)), axis=1)[:, : layout.top_k]
+    return rows
 
 
 def rows_of(*experts: int) -> Any:

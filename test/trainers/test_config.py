@@ -12,17 +12,16 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
+from pytest import MonkeyPatch
 
 from support.shared_training import changed as with_changes
 from support.values import VALUES
 from torchrl_moe import objectives
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
 from torchrl_moe.trainers import MoEGRPOTrainer
-from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.config import (
     ConfigError,
     GRPOConfig,
-    HardwareConfig,
     LoRAConfig,
     OptimConfig,
     Settings,
@@ -46,9 +45,7 @@ WRONG: dict[str, list[Any]] = {
     "model.lora": [LoRAConfig(target="mlp")],
     "log.loggers": [["tensorboard", "stdout"]],
     "rollout.over_sample": [1.5],  # begins more groups than can be used in time
-    "loss.arguments": [
-        {"thresholds": object()}, {"aggregation": "none"}, {"clip_eps": 0.1}, {"entropy_coeff": NAN},
-    ],
+    "loss.arguments": [{"thresholds": object()}, {"aggregation": "none"}, {"clip_eps": 0.1}, {"entropy_coeff": NAN}],
     "rollout.sampling": [
         {"repetition_penalty": 1.2}, {"nope": 1}, {"n": 2}, {"top_k": 2**40}, {"temperature": 0}, {"logprobs": None},
         {"actor_index": 99},
@@ -74,29 +71,23 @@ def test_an_invalid_value_is_refused_by_its_name(name: str) -> None:
         assert str(caught.value).startswith(name) and len(str(caught.value)) < 1000
 
 
-def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=256 must be below engine\.arguments"):
-        changed("engine.arguments", {"max_model_len": 256}).check()
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "nearest"),
-    [("group_size", 3, "group_size"), ("rollout.group_sise", 4, "group_size"), ("optim", {"lrr": 1}, "lr")],
+    ("settings", "message"),
+    [
+        ({"engine.arguments": {"max_model_len": 256}}, r"rollout\.max_new_tokens=256 must be below engine\.arguments"),
+        ({"engine.sleep": True, "rollout.max_staleness": 1}, r"engine\.sleep=True needs rollout\.max_staleness=0"),
+        ({"engine.sleep": True, "engine.kind": "transformers"}, r"engine\.sleep=True needs engine\.kind=vllm"),
+        ({"group_size": 3}, "there is no setting .*group_size"),
+        ({"rollout.group_sise": 4}, "there is no setting .*group_size"),
+        ({"optim": {"lrr": 1}}, "there is no setting .*lr"),
+    ],
 )
-def test_a_name_that_is_no_setting_names_the_nearest(name: str, value: Any, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"there is no setting .*{nearest}"):
-        changed(name, value).check()
-
-
-def test_an_engine_that_sleeps_while_the_trainer_trains_generates_nothing_beside() -> None:
-    config = changed("engine.sleep", True)
-    config.check()
-    config.rollout.max_staleness = 1
-    with pytest.raises(ConfigError, match=r"engine\.sleep=True needs rollout\.max_staleness=0"):
-        config.check()
-    config.rollout.max_staleness, config.engine.kind = 0, "transformers"
-    with pytest.raises(ConfigError, match=r"engine\.sleep=True needs engine\.kind=vllm"):
-        config.check()
+def test_settings_that_do_not_go_together_are_refused_as_names_that_are_none(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_changes(GRPOConfig(), settings).check()
+    changed("engine.sleep", True).check()
 
 
 # -- every setting, every kind of value -------------------------------------------------------------------------------
@@ -166,7 +157,7 @@ def test_numbers_in_texts_are_read_as_hydra_reads_them() -> None:
     assert (config.rollout.temperature, config.rollout.group_size, type(config.rollout.group_size)) == (1.0, 4, int)
 
 
-def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_home_folder_is_found(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = GRPOConfig(out="~/run")
     config.model.source, config.data.source = "~/model", "~/rows.jsonl"
@@ -184,17 +175,9 @@ def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ("run_record", "rich.table", "the trainer's tables need rich"),
     ],
 )
-def test_without_what_an_extra_brings_the_extra_is_named(
-    name: str, missing: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_extra_is_named(name: str, missing: str, message: str, monkeypatch: MonkeyPatch) -> None:
     for module in ("plan", name):
         monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"{message}: pip install 'torchrl_moe\[train\]'"):
         importlib.import_module(f"torchrl_moe.trainers.{name}")
-
-
-def test_a_link_of_ones_own_is_added_to_the_others() -> None:
-    config = load_config("tiny_cpu", ["hardware.links.mine=3.5", "hardware.gpu_gb=24"])
-    assert config.hardware.gpu_gb == 24
-    assert config.hardware.links == {**HardwareConfig().links, "mine": 3.5}

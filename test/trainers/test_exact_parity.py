@@ -13,18 +13,9 @@ from support.training import numbers, rows_of, short
 from torchrl_moe.errors import EngineError
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 
-EXACT = (
-    "parity=exact",
-    "engine.kind=transformers",
-    "~engine.arguments.kv_cache_memory_bytes",
-    "engine.arguments.max_model_len=16",
-    "rollout.prompts_per_step=2",
-    "rollout.group_size=2",
-    "steps=2",
-    "eval.every=0",
-    "checkpoint.every=0",
-    "model.arguments.warmup.max_steps=2",
-)
+EXACT = ["parity=exact", "engine.kind=transformers", "~engine.arguments.kv_cache_memory_bytes"]
+EXACT += ["engine.arguments.max_model_len=16", "rollout.prompts_per_step=2", "rollout.group_size=2", "steps=2"]
+EXACT += ["eval.every=0", "checkpoint.every=0", "model.arguments.warmup.max_steps=2"]
 
 
 @pytest.mark.filterwarnings("ignore:.*warm-up")

@@ -13,8 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import count
@@ -28,11 +27,13 @@ import torch
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch, TempPathFactory
 from tensordict import set_list_to_stack
 from torchrl.checkpoint import Checkpoint
+from torchrl.trainers import LogScalar
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from support.engines import EngineShelf
 from support.interrupts import interrupts
 from support.processes import exit_code_of, process_of
+from support.shared_training import changed
 from support.training import (
     DLOGP_BOUND,
     LAYOUT,
@@ -56,7 +57,6 @@ from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_engine import shift_routes, wrong_ids
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, MoEGRPOTrainer
-from torchrl_moe.trainers.config import LossConfig
 from torchrl_moe.trainers.grpo_trainer import finishing
 
 Make = Callable[..., MoEGRPOTrainer]
@@ -101,9 +101,7 @@ def run(first_run: MoEGRPOTrainer, tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.mark.engine
-def test_a_short_run_passes_every_check_and_leaves_its_records(
-    first_run: MoEGRPOTrainer, capsys: CaptureFixture[str]
-) -> None:
+def test_a_short_run_passes_every_check(first_run: MoEGRPOTrainer, capsys: CaptureFixture[str]) -> None:
     folder = first_run.record.folder
     rows = rows_of(folder)
     assert failed_checks(rows) == set() and [int(row["step"]) for row in rows] == list(range(STEPS))
@@ -147,6 +145,14 @@ def test_advantages_of_other_answers_teach_nothing(first_run: MoEGRPOTrainer, tm
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("replay", ["R2", pytest.param("none", marks=pytest.mark.soak)])
+def test_other_ways_to_route(run: Make, replay: str) -> None:
+    trainer = run("steps=1", f"loss.replay={replay}")
+    trainer.train()
+    assert max(numbers(rows_of(trainer.record.folder), "dlogp_max")) <= DLOGP_BOUND
+
+
+@pytest.mark.engine
 def test_generation_continues_while_the_trainer_trains(run: Make) -> None:
     """Each sync asks the engine for log-probs of a fixed prompt and compares them with the model's."""
     trainer = run(
@@ -161,14 +167,6 @@ def test_generation_continues_while_the_trainer_trains(run: Make) -> None:
     assert versions(rows) == list(range(1, 5))
     assert all(not report.failed for report in reports) and len(reports) == 4
     assert 0 < max(numbers(rows, "staleness")) <= 3 and trainer.learner.stepper.schedule.last_epoch == 4 * 2 * 2
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("replay", ["R2", pytest.param("none", marks=pytest.mark.soak)])
-def test_other_ways_to_route(run: Make, replay: str) -> None:
-    trainer = run("steps=1", f"loss.replay={replay}")
-    trainer.train()
-    assert max(numbers(rows_of(trainer.record.folder), "dlogp_max")) <= DLOGP_BOUND
 
 
 @pytest.mark.engine
@@ -212,6 +210,28 @@ def fleet() -> Iterator[FakeFleet]:
         yield service
 
 
+@pytest.fixture
+def start(fleet: FakeFleet, tmp_path: Path) -> Make:
+    """Begins a run of so many steps, with other settings by their dotted names."""
+
+    def begin(steps: int, settings: Mapping[str, Any] | None = None, **given: Any) -> MoEGRPOTrainer:
+        return fake_run(fleet, changed(fake_config(tmp_path, steps), settings or {}), **given)
+
+    return begin
+
+
+@pytest.fixture
+def trained(start: Make) -> Make:
+    """Makes such a run to its end."""
+
+    def run(*arguments: Any, **given: Any) -> MoEGRPOTrainer:
+        with start(*arguments, **given) as trainer:
+            trainer.train()
+        return trainer
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("every", "sync_every", "scores", "column"),
     [
@@ -220,12 +240,10 @@ def fleet() -> Iterator[FakeFleet]:
     ],
 )
 def test_a_checkpoint_is_scored_by_its_own_weights_and_a_row_has_the_evaluation_before_it(
-    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch, every: int, sync_every: int, scores: Any, column: Any
+    start: Make, monkeypatch: MonkeyPatch, every: int, sync_every: int, scores: Any, column: Any
 ) -> None:
-    config = fake_config(tmp_path, len(scores))
-    config.eval.every, config.engine.sync_every = every, sync_every
-    config.checkpoint.every, config.checkpoint.keep = 1, 9
-    with fake_run(fleet, config, held_out=[{"prompt": "1+1="}]) as trainer:
+    settings = {"eval.every": every, "engine.sync_every": sync_every, "checkpoint.every": 1, "checkpoint.keep": 9}
+    with start(len(scores), settings, held_out=[{"prompt": "1+1="}]) as trainer:
         monkeypatch.setattr(trainer, "evaluate", lambda: float(trainer.steps_done))
         trainer.train()
         paths = trainer.checkpoints.rotation.checkpoints()
@@ -233,39 +251,32 @@ def test_a_checkpoint_is_scored_by_its_own_weights_and_a_row_has_the_evaluation_
     assert column is None or [row["held_out_reward"] for row in trainer.record.rows] == column
 
 
-def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 2)
-    config.optim.schedule, config.optim.lr, config.checkpoint.every = "linear", 4e-4, 1
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
-    assert trainer.record.column("lr") == pytest.approx([4e-4, 2e-4])
-    config.resume, config.steps, config.optim.lr, config.optim.weight_decay = True, 4, 8e-4, 0.5
-    with fake_run(fleet, config) as again:
-        again.train()
-        (group,) = again.learner.optimizer.param_groups
-        assert (group["weight_decay"], group["initial_lr"]) == (0.5, 8e-4)
+def test_a_resumed_run_has_the_learning_rate_that_is_asked_for_and_a_new_seed(trained: Make, fleet: FakeFleet) -> None:
+    settings = {"optim.schedule": "linear", "optim.lr": 4e-4, "checkpoint.every": 1}
+    assert trained(2, settings).record.column("lr") == pytest.approx([4e-4, 2e-4])
+    before = {replica.seed for replica in fleet.fakes}
+    again = trained(4, {**settings, "resume": True, "optim.lr": 8e-4, "optim.weight_decay": 0.5})
+    (group,) = again.learner.optimizer.param_groups
+    assert (group["weight_decay"], group["initial_lr"]) == (0.5, 8e-4)
     assert again.record.column("lr") == pytest.approx([4e-4, 2e-4, 4e-4, 2e-4])  # 8e-4 * (1 - 2 / 4), ...
+    after = [replica.seed for replica in fleet.fakes]
+    assert len({*before, *after}) == len(before) + len(after)
 
 
-def test_updates_that_the_engine_has_not_got_count_as_age_and_the_last_one_reaches_it(
-    fleet: FakeFleet, tmp_path: Path
+def test_updates_that_the_engine_lacks_count_as_age_and_the_last_one_reaches_it(
+    trained: Make, fleet: FakeFleet
 ) -> None:
-    config = fake_config(tmp_path, 5)
-    config.engine.sync_every = 3
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
-        assert torch.equal(fleet.fakes[0].weights["lm_head.weight"], trainer.policy_model.model.lm_head.weight)
+    trainer = trained(5, {"engine.sync_every": 3})
+    assert torch.equal(fleet.fakes[0].weights["lm_head.weight"], trainer.policy_model.model.lm_head.weight)
     assert trainer.record.column("staleness") == [0.0, 1.0, 2.0, 0.0, 1.0]
-    first = trainer.record.rows[0]["version"]
-    assert [row["version"] - first for row in trainer.record.rows] == [0, 0, 1, 1, 2]
+    found = trainer.record.column("version")
+    assert [version - found[0] for version in found] == [0, 0, 1, 1, 2]
 
 
-def test_after_a_ctrl_c_the_engine_serves_and_another_trainer_continues(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 3)
-    config.checkpoint.every = 1
+def test_after_a_ctrl_c_another_trainer_continues(start: Make, trained: Make, fleet: FakeFleet, tmp_path: Path) -> None:
     fleet.generate("hi", {"max_tokens": 1}, use_tqdm=False)  # starts its thread, which stays
     before = {"tqdm_monitor", *(thread.name for thread in threading.enumerate())}
-    with interrupts() as interrupt, fake_run(fleet, config) as trainer:
+    with interrupts() as interrupt, start(3, {"checkpoint.every": 1}) as trainer:
         interrupt(lambda: trainer.steps_done)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
@@ -276,25 +287,17 @@ def test_after_a_ctrl_c_the_engine_serves_and_another_trainer_continues(fleet: F
     assert fleet.states == ["SERVING"] * len(fleet.states)
     assert fleet.get_num_unfinished_requests() == [0] * len(fleet.states)
     fleet.generate("hi", {"max_tokens": 1}, use_tqdm=False)
-    config.resume = True
-    with fake_run(fleet, config) as again:
-        again.train()
-        assert again.steps_done == 3
+    assert trained(3, {"checkpoint.every": 1, "resume": True}).steps_done == 3
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [0, 1, 2]
 
 
-def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 6)
-    config.checkpoint.every = 100
-    with fake_run(fleet, config) as trainer:
-        trainer.register_op(
-            "batch_process", lambda batch: (trainer.steps_done == 1 and signal.raise_signal(2)) or batch
-        )
+def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step(start: Make) -> None:
+    with start(6, {"checkpoint.every": 100}) as trainer:
+        trainer.register_op("batch_process", lambda batch: trainer.steps_done == 1 and signal.raise_signal(2))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         assert trainer.steps_done == 2
-    config.resume = True
-    with fake_run(fleet, config) as again:
+    with start(6, {"resume": True}) as again:
         assert again.steps_done == 2
 
 
@@ -302,36 +305,26 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_run_is_not_replaced_before_the_first_step_of_another(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 2)
-    config.checkpoint.every = 1
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
+def test_a_run_is_not_replaced_before_the_first_step_of_another(start: Make, trained: Make, tmp_path: Path) -> None:
+    trained(2, {"checkpoint.every": 1})
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"holds a run \(2 step\(s\).*\): set resume=True"):
-        fake_run(fleet, config)
-    config.overwrite = True
-    with fake_run(fleet, config) as second:
+        start(2)
+    replacing = {"checkpoint.every": 1, "overwrite": True}
+    with start(2, replacing) as second:
         assert contents(tmp_path) == before
         second.register_op("post_steps", lambda: before != contents(tmp_path) and pytest.fail("the older run is gone"))
         second.register_op("post_steps", lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             second.train()
     assert contents(tmp_path) == before
-    config.steps = 1
-    with fake_run(fleet, config) as third:
-        third.train()
-        assert len(rows_of(tmp_path)) == 1
+    trained(1, replacing)
+    assert len(rows_of(tmp_path)) == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000000001"]
 
 
-def test_where_there_is_no_terminal_each_step_is_a_line(
-    fleet: FakeFleet, tmp_path: Path, capsys: CaptureFixture[str]
-) -> None:
-    config = fake_config(tmp_path, 5)
-    config.log.progress, config.log.print_every = True, 2
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
+def test_without_a_terminal_each_step_is_a_line(trained: Make, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    trained(5, {"log.progress": True, "log.print_every": 2})
     first, *steps, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"GRPO in {tmp_path}: steps 0 to 5 of 2 prompts with 2 answers each")
     assert [line.split(":")[0] for line in steps] == ["step 1 of 5", "step 3 of 5", "step 5 of 5"]
@@ -344,17 +337,17 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_lines_that_cannot_be_printed_do_not_end_a_run(
-    fleet: FakeFleet, tmp_path: Path, caplog: LogCaptureFixture
+def test_lines_and_figures_that_fail_do_not_end_a_run(
+    trained: Make, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
-    config = fake_config(tmp_path, 2)
-    config.log.progress = True
-    with Full() as full, redirect_stdout(full), fake_run(fleet, config) as trainer:
-        trainer.train()
-    assert trainer.steps_done == 2 and "a line of progress was not printed" in caplog.text
+    monkeypatch.setattr(MoEGRPOTrainer, "plot", lambda _: (_ for _ in ()).throw(ValueError("arange")))
+    with Full() as full, redirect_stdout(full):
+        assert trained(2, {"log.progress": True, "log.plot_every": 1}).steps_done == 2
+    assert "a line of progress was not printed" in caplog.text
+    assert "no figure of step 1: ValueError('arange')" in caplog.text
 
 
-def test_invalid_arguments_are_refused_before_anything_is_written(fleet: FakeFleet, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_written(start: Make, tmp_path: Path) -> None:
     dense = make_tiny_moe("qwen3", num_hidden_layers=1)
     no_callbacks = r"has no callbacks: here it is config\.hooks, or register_op"
     for kind, message, given in (
@@ -362,12 +355,13 @@ def test_invalid_arguments_are_refused_before_anything_is_written(fleet: FakeFle
         (TypeError, r"train_dataset is another name of dataset: give one of them", {"train_dataset": []}),
         (TypeError, r"has no reward: did you mean rewards\?", {"reward": len}),
         (ConfigError, r"model\.source=no/such/folder: there is no model", {"model": "no/such/folder"}),
-        (ConfigError, r"config must be a GRPOConfig or a dict .*compose\.load_config", {"config": "mine.yaml"}),
         (UnsupportedRouterError, r"it is a dense model, .* set loss\.replay=none", {"model": dense}),
         (ConfigError, r"all of its weights are frozen .* nothing to train", {"model": frozen("")}),
     ):
         with pytest.raises(kind, match=message):
-            fake_run(fleet, **{"config": fake_config(tmp_path, 1), **given})
+            start(1, **given)
+    with pytest.raises(ConfigError, match=r"config must be a GRPOConfig or a dict .*compose\.load_config"):
+        MoEGRPOTrainer(config="mine.yaml")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -391,23 +385,24 @@ class Calls:
         trainer.register_op("post_optim", self)
 
 
-def test_hooks_log_by_step_get_the_means_of_updates_and_keep_their_state(fleet: FakeFleet, tmp_path: Path) -> None:
+def test_hooks_log_by_step_get_the_means_of_updates_and_keep_their_state(start: Make) -> None:
     """TorchRL's and one's own, over two runs: the number of optimizer steps goes on where the first has ended."""
-    from torchrl.trainers import LogScalar
-
     logged: list[tuple[int, dict[str, float]]] = []
     ended: list[tuple[int, float]] = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((step, dict(metrics))))
     for steps, resume in ((1, False), (2, True)):
-        config = fake_config(tmp_path, steps)
-        config.resume, config.checkpoint.every, config.optim.minibatches = resume, 1, 2
         calls = Calls()
-        with fake_run(fleet, config) as trainer:
+        with start(steps, {"resume": resume, "checkpoint.every": 1, "optim.minibatches": 2}) as trainer:
             calls.register(trainer)
             assert calls.count == (2 if resume else 0)
             with pytest.raises(ValueError, match="there is a module of the name calls already"):
                 trainer.register_module("calls", calls)
-            numbers = count(1)
-            step = trainer.learner.stepper.step
+            for place in ("post_loss", "process_loss", "optimizer"):
+                with pytest.raises(ValueError, match=f"'{place}'.*'process_optim_batch' .* or 'post_optim'"):
+                    trainer.register_op(place, calls)
+            with pytest.raises(ValueError, match="there is no stage 'post_step' for a hook: did you mean post_steps"):
+                trainer.register_op("post_step", calls)
+            step, numbers = trainer.learner.stepper.step, count(1)
 
             def numbered(batch: Any, step: Any = step, numbers: Any = numbers) -> Any:
                 """An update whose loss is its number."""
@@ -419,16 +414,11 @@ def test_hooks_log_by_step_get_the_means_of_updates_and_keep_their_state(fleet: 
                 "post_optim_complete_log", lambda count, losses: ended.append((count, float(losses["loss_objective"])))
             )
             trainer.register_op("post_steps_log", lambda batch: {"rows": np.float32(len(batch)), "is_switch": True})
-            trainer.record.loggers = [
-                SimpleNamespace(log_metrics=lambda metrics, step: logged.append((step, dict(metrics))))
-            ]
+            trainer.record.loggers = [logger]  # type: ignore[list-item]
             trainer.train()
             assert calls.count == trainer._optim_count == 2 * steps
-            assert ended[-1] == (2 * steps, 1.5)  # of the updates 1 and 2
-    assert [(step, metrics) for step, metrics in logged if "rows" in metrics] == [
-        (0, {"rows": 4.0}),
-        (1, {"rows": 4.0}),
-    ]
+    assert ended == [(2, 1.5), (4, 1.5)]  # of the updates 1 and 2
+    assert [one for one in logged if "rows" in one[1]] == [(0, {"rows": 4.0}), (1, {"rows": 4.0})]
     assert [step for step, metrics in logged if "mean_advantage" in metrics] == [0, 1]
 
 
@@ -437,46 +427,35 @@ def test_trls_quick_start_runs_as_it_is(fleet: FakeFleet, tmp_path: Path) -> Non
         assert kind == ["a"] and kwargs["prompts"]
         return [float(len(set(completion))) for completion in completions]
 
-    trainer = MoEGRPOTrainer(
-        model=fake_model(),
-        reward_funcs=reward_unique,
-        train_dataset=[{"prompt": f"{i}+1=", "kind": "a"} for i in range(8)],
-        processing_class=ByteTokenizer(),
-        config=fake_config(tmp_path, 1),
-        engine=fleet,
-    )
-    with trainer:
+    rows = [{"prompt": f"{i}+1=", "kind": "a"} for i in range(8)]
+    theirs = {"reward_funcs": reward_unique, "train_dataset": rows, "processing_class": ByteTokenizer()}
+    with MoEGRPOTrainer(model=fake_model(), config=fake_config(tmp_path, 1), engine=fleet, **theirs) as trainer:
         trainer.train()
         assert trainer.record.rows[0]["reward"] > 0
 
 
-def test_the_seed_is_pythons_and_numpys_too(fleet: FakeFleet, tmp_path: Path) -> None:
+def test_the_seed_is_pythons_and_numpys_too(start: Make, tmp_path: Path) -> None:
     drawn = []
     for folder in ("one", "two"):
-        config = fake_config(tmp_path / folder, 1)
-        config.seed = 5
-        with fake_run(fleet, config):
+        with start(1, {"seed": 5, "out": str(tmp_path / folder)}):
             drawn.append((random.random(), np.random.random()))
     assert drawn[0] == drawn[1]
 
 
-def test_a_hook_that_would_never_run_is_refused(fleet: FakeFleet, tmp_path: Path) -> None:
-    with fake_run(fleet, fake_config(tmp_path, 1)) as trainer:
-        for place in ("post_loss", "process_loss", "optimizer"):
-            with pytest.raises(ValueError, match=f"'{place}'.*'process_optim_batch' .* or 'post_optim'"):
-                trainer.register_op(place, lambda batch: batch)
-        with pytest.raises(ValueError, match="there is no stage 'post_step' for a hook: did you mean post_steps"):
-            trainer.register_op("post_step", lambda: None)
-
-
-def test_steps_may_be_made_one_by_one_to_the_end_and_a_run_that_has_ended_says_how_to_continue(
-    fleet: FakeFleet, tmp_path: Path
+def test_steps_may_be_made_one_by_one_until_the_run_has_ended(
+    start: Make, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
+    def interrupted(_: object) -> Iterator[Any]:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+        yield
+
     ended = r"has ended, was shut down or interrupted: .* config\.resume=True"
-    config = fake_config(tmp_path, 2)
-    config.checkpoint.every = 0
-    with fake_run(fleet, config) as trainer:
+    with start(2, {"checkpoint.every": 0}) as trainer:
         before = trainer.rollout_engine.version
+        monkeypatch.setattr(AsyncLLMCollector, "__iter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):  # while it waits: the step may be made again
+            trainer.step()
         assert [trainer.step() for _ in range(4)] == [True, True, False, False]
         assert [row["step"] for row in trainer.record.rows] == [0, 1]
         assert trainer.rollout_engine.version == before + 2
@@ -490,24 +469,7 @@ def test_steps_may_be_made_one_by_one_to_the_end_and_a_run_that_has_ended_says_h
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
-def test_a_step_that_was_interrupted_while_it_waited_may_be_made_again(
-    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    def interrupted(_: object) -> Iterator[Any]:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-        yield
-
-    with fake_run(fleet, fake_config(tmp_path, 2)) as trainer:
-        monkeypatch.setattr(AsyncLLMCollector, "__iter__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.step()
-        assert trainer.step() and trainer.steps_done == 1
-
-
-def test_a_text_in_a_row_is_shown_as_it_is(fleet: FakeFleet, tmp_path: Path) -> None:
-    """As the first failure is, in a notebook."""
-
+def test_the_first_failure_is_in_the_row_and_in_a_notebook_as_it_is(trained: Make) -> None:
     calls = itertools.count()
 
     def reward(completion_ids: list[int]) -> float:
@@ -515,38 +477,19 @@ def test_a_text_in_a_row_is_shown_as_it_is(fleet: FakeFleet, tmp_path: Path) -> 
             raise ValueError("no number in <it>")
         return float(completion_ids[0] % 7)
 
+    trainer = trained(1, {"rollout.max_failures": 8}, rewards=reward)
+    (row,) = trainer.record.rows
+    assert row["failures"] >= 1 and "no number in <it>" in row["first_failure"]
     line = reward.__code__.co_firstlineno + 2
-
-    config = fake_config(tmp_path, 1)
-    config.rollout.max_failures = 8
-    with fake_run(fleet, config, rewards=reward) as trainer:
-        trainer.train()
-        (row,) = trainer.record.rows
-        assert row["failures"] >= 1 and "no number in <it>" in row["first_failure"]
-        assert row["first_failure"].endswith(f"in the reward function 'reward' (test_grpo_trainer.py:{line})")
-        assert "no number in &lt;it&gt;" in trainer._repr_html_()
+    assert row["first_failure"].endswith(f"in the reward function 'reward' (test_grpo_trainer.py:{line})")
+    assert "no number in &lt;it&gt;" in trainer._repr_html_()
 
 
-def test_a_figure_that_cannot_be_drawn_costs_no_run(
-    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
-) -> None:
-    config = fake_config(tmp_path, 2)
-    config.log.plot_every = 1
-    monkeypatch.setattr(MoEGRPOTrainer, "plot", lambda _: (_ for _ in ()).throw(ValueError("arange")))
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
-    assert trainer.steps_done == 2 and "no figure of step 1: ValueError('arange')" in caplog.text
-
-
-def test_under_r2_the_reference_follows_the_experts_that_the_policy_has_recorded(
-    fleet: FakeFleet, tmp_path: Path
-) -> None:
-    config = fake_config(tmp_path, 1)
-    config.loss = LossConfig(replay="R2", arguments={"kl_to_ref_coeff": 0.1, "proximal_policy": "recomputed"})
-    config.eval.mismatch_every = 1
+def test_under_r2_the_reference_follows_the_experts_that_the_policy_has_recorded(start: Make, tmp_path: Path) -> None:
+    arguments = {"kl_to_ref_coeff": 0.1, "proximal_policy": "recomputed"}
     seen = []
-    with fake_run(fleet, config) as trainer:
-        trainer.register_op("batch_process", lambda batch: seen.append(batch) or batch)
+    with start(1, {"loss.replay": "R2", "loss.arguments": arguments, "eval.mismatch_every": 1}) as trainer:
+        trainer.register_op("batch_process", seen.append)
         trainer.train()
     for row in seen[0].unbind(0):  # still the same weights
         known = row["masks", "all_assistant_mask"]
@@ -556,63 +499,41 @@ def test_under_r2_the_reference_follows_the_experts_that_the_policy_has_recorded
 
 
 @pytest.mark.parametrize("kind", ["waits", "blocks"])
-def test_a_held_out_reward_that_hangs_costs_its_evaluation(
-    fleet: FakeFleet, tmp_path: Path, caplog: LogCaptureFixture, kind: str
-) -> None:
-    config = fake_config(tmp_path, 1)
-    config.eval.every, config.rollout.reward_timeout = 1, 0.3
+def test_a_held_out_reward_that_hangs_costs_its_evaluation(trained: Make, caplog: LogCaptureFixture, kind: str) -> None:
     released = threading.Event()
 
     async def waits(prompt: str) -> float:
-        if prompt == "held out":
-            await asyncio.Event().wait()
-        return 1.0
+        return float(prompt != "held out" or await asyncio.Event().wait())
 
     def blocks(prompt: str) -> float:
-        if prompt == "held out":
-            released.wait(60)
-        return 1.0
+        return float(prompt != "held out" or released.wait(60))
 
     rewards: Any = waits if kind == "waits" else blocks
+    settings = {"eval.every": 1, "rollout.reward_timeout": 0.3}
     try:
-        with fake_run(fleet, config, rewards=rewards, held_out=[{"prompt": "held out"}]) as trainer:
-            trainer.train()
-            assert not released.is_set()
+        trainer = trained(1, settings, rewards=rewards, held_out=[{"prompt": "held out"}])
+        assert not released.is_set()
     finally:
         released.set()
     assert trainer.record.column("held_out_reward") == []
     assert caplog.text.count("no evaluation at step") == 2 and "within 0.3 s" in caplog.text
 
 
-def test_an_engine_that_disagrees_in_float32_ends_the_run(tmp_path: Path, caplog: LogCaptureFixture) -> None:
+def test_an_engine_that_disagrees_in_float32_ends_the_run(
+    start: Make, fleet: FakeFleet, tmp_path: Path, caplog: LogCaptureFixture
+) -> None:
     """The fake's log-probs are its own, and so is what it says that it computes in."""
-    config = fake_config(tmp_path, 1)
-    config.eval.mismatch_every = 1
     words = r"disagree .* float32: mismatch_kl=.* The first such token: id \d+ at place \d+ of row 0, .*mismatch=null"
     for dtype, limit in (("float32", 0.01), ("bfloat16", 0.01), ("float32", None)):
-        config.eval.max_mismatch, config.out = limit, str(tmp_path / f"{dtype} {limit}")
-        with fake_fleet() as fleet:
-            fleet.infos[:] = [replace(info, dtype=dtype) for info in fleet.infos]
-            with fake_run(fleet, config) as trainer:
-                if (dtype, limit) == ("float32", 0.01):
-                    with pytest.raises(EngineError, match=words):
-                        trainer.train()
-                else:
+        fleet.infos[:] = [replace(info, dtype=dtype) for info in fleet.infos]
+        settings = {"eval.mismatch_every": 1, "eval.max_mismatch": limit, "out": str(tmp_path / f"{dtype} {limit}")}
+        with start(1, settings) as trainer:
+            if (dtype, limit) == ("float32", 0.01):
+                with pytest.raises(EngineError, match=words):
                     trainer.train()
+            else:
+                trainer.train()
     assert caplog.text.count("far apart") == 3
-
-
-def test_an_engine_that_is_given_is_seeded_when_a_run_resumes(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 1)
-    config.checkpoint.every = 1
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
-    before = [replica.seed for replica in fleet.fakes]
-    config.resume, config.steps = True, 2
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
-    after = [replica.seed for replica in fleet.fakes]
-    assert len({*before, *after}) == len({*before}) + len(after)
 
 
 # -- models as users bring them ---------------------------------------------------------------------------------------
@@ -624,40 +545,39 @@ def frozen(*parts: str, trains: bool = False, **config: Any) -> Any:
     return model
 
 
-def adapted(model: Any, **arguments: Any) -> Any:
+def bf16(model: Any) -> Any:
+    return lowered(model, torch.bfloat16)
+
+
+def adapted(**arguments: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **arguments))
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj"], **arguments)
+    return get_peft_model(bf16(fake_model()), lora)
 
 
-def without_experts(model: Any) -> Any:
+def without_experts() -> Any:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": model.config.vocab_size}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": fake_model().config.vocab_size}
     return AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
 
 
 STATES: dict[str, Callable[[], Any]] = {
     "plain": fake_model,
-    "bf16": lambda: lowered(fake_model(), torch.bfloat16),
+    "bf16": lambda: bf16(fake_model()),
     "frozen routers": lambda: frozen("mlp.gate.weight"),
-    "frozen routers, bf16": lambda: lowered(frozen("mlp.gate.weight"), torch.bfloat16),
-    "only the head, bf16": lambda: lowered(frozen("lm_head", trains=True), torch.bfloat16),
-    "only the experts, bf16": lambda: lowered(frozen("experts", trains=True), torch.bfloat16),
-    "only norms, bf16": lambda: lowered(frozen("norm", trains=True), torch.bfloat16),
+    "frozen routers, bf16": lambda: bf16(frozen("mlp.gate.weight")),
+    "only the head, bf16": lambda: bf16(frozen("lm_head", trains=True)),
+    "only the experts, bf16": lambda: bf16(frozen("experts", trains=True)),
+    "only norms, bf16": lambda: bf16(frozen("norm", trains=True)),
     "tied": lambda: fake_model(tie_word_embeddings=True),
-    "tied, frozen experts, bf16": lambda: lowered(frozen("experts", tie_word_embeddings=True), torch.bfloat16),
-    "adapter, bf16": lambda: adapted(lowered(fake_model(), torch.bfloat16), target_modules=["q_proj"]),
-    "adapter on experts, bf16": lambda: adapted(
-        lowered(fake_model(), torch.bfloat16), target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
-    ),
-    "adapter and whole norms, bf16": lambda: adapted(
-        lowered(fake_model(), torch.bfloat16), target_modules=["q_proj"], modules_to_save=["norm"]
-    ),
+    "tied, frozen experts, bf16": lambda: bf16(frozen("experts", tie_word_embeddings=True)),
+    "adapter, bf16": adapted,
+    "adapter on experts, bf16": lambda: adapted(target_parameters=["mlp.experts.down_proj"]),
+    "adapter and whole norms, bf16": lambda: adapted(modules_to_save=["norm"]),
     "compiled": lambda: torch.compile(fake_model(), backend="eager"),
-    "dense, bf16": lambda: lowered(without_experts(fake_model()), torch.bfloat16),
+    "dense, bf16": lambda: bf16(without_experts()),
 }
-
-
 ALWAYS = (
     ("frozen routers, bf16", "float32"),
     ("only the head, bf16", "bfloat16"),
@@ -676,23 +596,16 @@ WIDE += [("adapter on experts, bf16", "bfloat16")]
 )
 def test_a_model_of_any_state_is_scored_trained_synced_and_saved(tmp_path: Path, state: str, dtype: str) -> None:
     torch.manual_seed(0)
-    model = STATES[state]()
-    config = fake_config(tmp_path, 1)
-    config.eval.mismatch_every, config.optim.lr, config.model.dtype = 1, 1e-2, dtype
-    config.optim.max_tokens, config.save.dtype = 40, "float32"
-    config.loss.replay = "none" if state.startswith("dense") else "R3"
+    model, number = STATES[state](), count()
+    replay = "none" if state.startswith("dense") else "R3"
+    settings = {"eval.mismatch_every": 1, "optim.lr": 1e-2, "optim.max_tokens": 40, "model.dtype": dtype}
+    config = changed(fake_config(tmp_path, 1), {**settings, "save.dtype": "float32", "loss.replay": replay})
     before = {name: weight.detach().float().clone() for name, weight in model.named_parameters()}
-    number = count()
+    layout = None if replay == "none" else LAYOUT
+    given: dict[str, Any] = {"model": model, "rewards": lambda completion: float(next(number))}
     with (
-        FakeFleet(1, expected=model_metadata(model), layout=None if config.loss.replay == "none" else LAYOUT) as fleet,
-        MoEGRPOTrainer(
-            model,
-            config=config,
-            tokenizer=ByteTokenizer(),
-            engine=fleet,
-            dataset=[{"prompt": "1+1="}],
-            rewards=lambda completion: float(next(number)),
-        ) as trainer,
+        FakeFleet(1, expected=model_metadata(model), layout=layout) as fleet,
+        fake_run(fleet, config, dataset=[{"prompt": "1+1="}], **given) as trainer,
     ):
         trainer.train()
         (row,) = trainer.record.rows
@@ -725,58 +638,36 @@ def prompts_of_a_run(tmp_path: Path, rows: list[dict[str, Any]], template: str |
     return seen
 
 
-def test_without_a_chat_template_text_is_sent_as_it_is(tmp_path: Path, caplog: LogCaptureFixture) -> None:
-    assert prompts_of_a_run(tmp_path, [{"prompt": "Q: 1+1= A:"}], None) == {"Q: 1+1= A:"}
+def test_a_template_gets_what_the_run_and_the_row_have_for_it(tmp_path: Path, caplog: LogCaptureFixture) -> None:
+    assert prompts_of_a_run(tmp_path / "none", [{"prompt": "Q: 1+1= A:"}], None) == {"Q: 1+1= A:"}
     assert "no chat template" in caplog.text
-
-
-def test_a_template_gets_what_the_run_and_the_row_have_for_it(tmp_path: Path) -> None:
     template = "{{ [messages[-1], tools, thinking, add_generation_prompt] | tojson }}"
+    asked = {"role": "user", "content": "a", "name": "Ada"}
+    goes_on = {"role": "assistant", "content": "Let me"}  # which the answer continues
     rows: list[dict[str, Any]] = [
-        {"prompt": [{"role": "user", "content": "a", "name": "Ada"}], "tools": [{"name": "f"}]},
+        {"prompt": [asked], "tools": [{"name": "f"}]},
         {"prompt": "b", "chat_template_kwargs": {"thinking": True}},
     ]
     assert sorted(map(json.loads, prompts_of_a_run(tmp_path, rows, template, thinking=False)), key=str) == [
-        [{"role": "user", "content": "a", "name": "Ada"}, [{"name": "f"}], False, True],
+        [asked, [{"name": "f"}], False, True],
         [{"role": "user", "content": "b"}, None, True, True],
     ]
+    seen = prompts_of_a_run(tmp_path / "on", [{"prompt": [asked, goes_on]}], ByteTokenizer().chat_template)
+    assert seen == {"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nLet me"}
 
 
-def test_the_assistants_last_message_is_continued(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "Let me"}]
-    seen = prompts_of_a_run(tmp_path, [{"prompt": chat}], ByteTokenizer().chat_template)
-    assert seen == {"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\nLet me"}
-
-
-def test_answers_without_a_reward_are_left_out_and_their_groups_stay(tmp_path: Path) -> None:
-    counts: Counter[str] = Counter()
-
-    def judge(prompt: str) -> float | None:
-        """Of three answers to a prompt, the second gets no reward."""
-        counts[prompt] += 1
-        return None if counts[prompt] % 3 == 2 else float(counts[prompt] % 3)
-
-    config = fake_config(tmp_path, 3)
-    config.rollout.group_size, config.rollout.max_failures = 3, 0
-    with fake_fleet() as fleet, fake_run(fleet, config, rewards=judge) as trainer:
-        sizes: list[int] = []
-        trainer.register_op("batch_process", lambda batch: sizes.append(len(batch)) or batch)
-        trainer.train()
-    assert sizes == [4, 4, 4]  # two groups of two
-    assert [row["reward"] for row in trainer.record.rows] == [0.5, 0.5, 0.5]
-
-
-def test_a_reward_that_sets_signals_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+def test_a_reward_that_sets_signals_ends_the_run_with_what_to_do(start: Make) -> None:
     def judge(completion: str) -> float:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return 1.0
 
-    with fake_fleet() as fleet, fake_run(fleet, fake_config(tmp_path, 3), rewards=judge) as trainer:
+    with start(3, rewards=judge) as trainer:
         with pytest.raises(CollectionError, match=r"switch that timeout off.*parsing_timeout=None.*in a process"):
             trainer.train()
         assert trainer.collector.stats()["collector/failures"] == 0
 
 
+# -- signals, forks and hooks -----------------------------------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
     """As in a shell; one that starts in the background ignores Ctrl-C."""
@@ -788,29 +679,22 @@ def usual() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_what_runs_may_finish() -> None:
+@pytest.mark.parametrize(
+    ("signals", "seconds", "expected"),
+    [(1, 60, ["asked", "finished"]), (2, 60, ["asked"]), (1, 0.01, ["asked"]), (1, 0, [])],
+)
+def test_a_step_may_finish_until_a_second_signal_or_its_deadline(
+    signals: int, seconds: float, expected: list[str]
+) -> None:
     done: list[str] = []
-    with pytest.raises(KeyboardInterrupt), finishing(lambda: done.append("asked"), lambda: done.append("ended"), 60):
-        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), finishing(lambda: done.append("asked"), lambda: done.append("-"), seconds):
+        assert (signal.getsignal(signal.SIGINT) is signal.default_int_handler) == (seconds == 0)
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        if seconds < 1:
+            signal.pause()
         done.append("finished")
-    assert done == ["asked", "finished"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_signal_ends_it_at_once() -> None:
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt), finishing(lambda: None, lambda: done.append("ended"), 60):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        done.append("finished")
-    assert done == []
-
-
-@pytest.mark.parametrize("seconds", [0.01, 0])
-def test_the_deadline_ends_it(seconds: float) -> None:
-    with pytest.raises(KeyboardInterrupt), finishing(lambda: None, lambda: None, seconds):
-        signal.raise_signal(signal.SIGINT)
-        assert seconds, "it went on"
-        signal.pause()
+    assert done == expected and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_users_own_handler_stays() -> None:
@@ -839,12 +723,8 @@ def test_a_signal_from_outside_has_its_exit_code(name: str, tmp_path: Path) -> N
     assert f"{name}: the running step is finished and saved" in told and rest == ["finished", "ended"]
 
 
-def test_a_forked_process_shuts_nothing_down_and_does_not_wait(
-    fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    config = fake_config(tmp_path, 2)
-    config.checkpoint.every = 1
-    with fake_run(fleet, config) as trainer:
+def test_a_forked_process_shuts_nothing_down_and_does_not_wait(start: Make, monkeypatch: MonkeyPatch) -> None:
+    with start(2, {"checkpoint.every": 1}) as trainer:
         is_written = threading.Event()
         monkeypatch.setattr(trainer.checkpoints, "_publish", lambda *_: is_written.wait(PATIENCE))
         trainer.checkpoints.save(0, 0.0)  # its thread is not there in the forked process
@@ -864,21 +744,19 @@ def test_a_forked_process_shuts_nothing_down_and_does_not_wait(
 
 
 @pytest.mark.parametrize("place", ["post_steps", "post_optim"])
-def test_a_checkpoint_in_a_hook_leaves_the_steps_seconds(fleet: FakeFleet, tmp_path: Path, place: str) -> None:
-    config, began = fake_config(tmp_path, 2), time.perf_counter()
-    config.checkpoint.every = 10
-    with fake_run(fleet, config) as trainer:
+def test_a_checkpoint_in_a_hook_leaves_the_steps_seconds(start: Make, tmp_path: Path, place: str) -> None:
+    began, slept = time.perf_counter(), 0.2 if place == "post_optim" else 0.0
+    with start(2, {"checkpoint.every": 10}) as trainer:
 
         def hook(*_: object) -> None:
-            time.sleep(0.2 if place == "post_optim" else 0.0)
+            time.sleep(slept)
             trainer.save_trainer(force_save=place != "post_optim")
 
         trainer.register_op(place, hook)
         trainer.train()
         assert trainer.steps_done == 2
     rows = rows_of(tmp_path)
-    assert all(float(row["tokens_per_second"]) > 0 for row in rows)
     # what an optimizer step took is counted, and nothing is counted twice
-    assert all(float(row["seconds_train"]) >= (0.2 if place == "post_optim" else 0.0) for row in rows)
+    assert all(float(row["tokens_per_second"]) > 0 and float(row["seconds_train"]) >= slept for row in rows)
     counted = sum(float(value) for row in rows for name, value in row.items() if name.startswith("seconds_") and value)
     assert counted <= time.perf_counter() - began

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import LogCaptureFixture, MonkeyPatch
 
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig
@@ -46,7 +47,7 @@ class Sums:
 
 
 @pytest.fixture
-def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+def gym(monkeypatch: MonkeyPatch) -> None:
     package: Any = ModuleType("reasoning_gym")
 
     def extract_answer(text: str) -> str | None:
@@ -55,10 +56,16 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     package.factory = SimpleNamespace(DATASETS={"sums": (Sums, SumsConfig), "countdown": (Sums, SumsConfig)})
     package.utils = SimpleNamespace(extract_answer=extract_answer)
     package.create_dataset = lambda name, **options: Sums(SumsConfig(**options))
-    package.get_score_answer_fn = lambda name: {"sums": Sums(SumsConfig()).score_answer}[
-        name
-    ]  # KeyError, as the package's ValueError
+    scorers = {"sums": Sums(SumsConfig()).score_answer}
+    package.get_score_answer_fn = lambda name: scorers[name]  # a KeyError, as the package's ValueError
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+
+
+PARTS = ("train", "held_out")
+
+
+def rows_of(part: str, **options: Any) -> list[dict[str, Any]]:
+    return reasoning_rows("reasoning_gym:sums", **options)[part]
 
 
 def score(row: dict[str, Any], completion: Any) -> float:
@@ -67,53 +74,40 @@ def score(row: dict[str, Any], completion: Any) -> float:
 
 @pytest.mark.usefixtures("gym")
 def test_rows_are_chats_with_an_instruction_and_a_seed_is_a_seed() -> None:
-    first, again, other = (
-        reasoning_rows("reasoning_gym:sums", size=5, held_out=0, seed=seed, instruction="Only the number.")["train"]
-        for seed in (3, 3, 4)
-    )
-    assert first == again != other
+    first, again = (rows_of("train", size=5, held_out=0, seed=3, instruction="Only the number.") for _ in range(2))
+    assert first == again
     ((message,),) = [row["prompt"] for row in first[:1]]
     question, instruction = message["content"].split("\n")
     assert message["role"] == "user" and instruction == "Only the number."
     left, right = (int(part) for part in question.removesuffix(" =").split(" + "))
     assert first[0]["answer"] == str(left + right)
-    text = reasoning_rows("reasoning_gym:sums", size=5, held_out=0, seed=3, chat=False)["train"]
-    assert text[0]["prompt"] == question
-
-
-@pytest.mark.usefixtures("gym")
-def test_seeds_side_by_side_share_few_questions() -> None:
-    """Of the package's own, neighbours share all but one."""
-    parts = [reasoning_rows("reasoning_gym:sums", size=50, held_out=50, seed=seed, most=10**9) for seed in (0, 1)]
-    questions = [str(row["prompt"]) for part in parts for rows in part.values() for row in rows]
+    assert rows_of("train", size=5, held_out=0, seed=3, chat=False)[0]["prompt"] == question
+    # of the package's own, seeds side by side share all questions but one
+    parts = [rows_of(part, size=50, held_out=50, seed=seed, most=10**9) for seed in (0, 1) for part in PARTS]
+    questions = [str(row["prompt"]) for rows in parts for row in rows]
     assert len(set(questions)) == len(questions) == 200
 
 
 @pytest.mark.usefixtures("gym")
 def test_no_held_out_question_is_trained_on() -> None:
     """Of 100 questions nearly all are drawn in both parts."""
-    parts = reasoning_rows("reasoning_gym:sums", size=400, held_out=60)
-    train, held_out = ([row["prompt"][0]["content"] for row in parts[name]] for name in ("train", "held_out"))
+    train, held_out = ([row["prompt"][0]["content"] for row in rows_of(part, size=400, held_out=60)] for part in PARTS)
     assert not set(train) & set(held_out)
     assert len(set(held_out)) == len(held_out) > 30
     assert len(set(train)) == len(train) and 100 >= len(train) + len(held_out) > 90
     with pytest.raises(ValueError, match="all questions are held out: lower held_out, which is 5000"):
-        reasoning_rows("reasoning_gym:sums", size=10, held_out=5000)
+        rows_of("train", size=10, held_out=5000)
 
 
 @pytest.mark.usefixtures("gym")
-def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all() -> None:
-    (row,) = reasoning_rows("reasoning_gym:sums", size=1, held_out=0)["train"]
+def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all(caplog: LogCaptureFixture) -> None:
+    (row,) = rows_of("train", size=1, held_out=0)
     right = row["answer"]
     for completion in (right, f" {right}\n", f"I think <answer> {right} </answer>, or 5"):
         assert score(row, completion) == 1.0
         assert score(row, [{"role": "assistant", "content": completion}]) == 1.0
     assert score(row, f"The answer is {right}.") == score(row, "") == score(row, []) == 0.0
-
-
-@pytest.mark.usefixtures("gym")
-def test_an_answer_on_which_the_task_s_scorer_raises_is_worth_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    (row,) = reasoning_rows("reasoning_gym:sums", size=1, held_out=0)["train"]
+    # on these the task's scorer raises
     assert [score(row, "?"), score(row, "<answer>?</answer>")] == [0.0, 0.0]
     (record,) = caplog.records
     assert "the scorer of sums cannot read '?' (OverflowError: no number): the reward is 0" in record.message
@@ -121,25 +115,20 @@ def test_an_answer_on_which_the_task_s_scorer_raises_is_worth_nothing(caplog: py
 
 @pytest.mark.usefixtures("gym")
 @pytest.mark.parametrize(
-    ("source", "options", "message"),
+    ("task", "options", "message"),
     [
-        ("reasoning_gym:sum", {}, "reasoning_gym:sum: there is no such task; near it are sums"),
-        ("reasoning_gym:", {}, "reasoning_gym:: there is no such task; there are 2, such as sums, countdown"),
-        ("reasoning_gym:sums", {"least": 1}, "reasoning_gym:sums has no option 'least'; it has most"),
-        ("reasoning_gym:sums", {"most": 0}, "reasoning_gym:sums: most must be positive"),
-        ("reasoning_gym:sums", {"size": 0}, "size must be"),
-        ("reasoning_gym:sums", {"held_out": 1.5}, "held_out must be"),
-        ("reasoning_gym:sums", {"chat": "no"}, "chat must be"),
-        ("reasoning_gym:sums", {"seed": None}, "seed must be"),
-        ("reasoning_gym:sums", {"seed": 1.5}, "seed must be"),
-        ("reasoning_gym:sums", {"instruction": 5}, "instruction must be text, got 5"),
+        ("sum", {}, "reasoning_gym:sum: there is no such task; near it are sums"),
+        ("", {}, "reasoning_gym:: there is no such task; there are 2, such as sums, countdown"),
+        ("sums", {"least": 1}, "reasoning_gym:sums has no option 'least'; it has most"),
+        ("sums", {"most": 0}, "reasoning_gym:sums: most must be positive"),
+        ("sums", {"size": 0}, "size must be"), ("sums", {"held_out": 1.5}, "held_out must be"),
+        ("sums", {"chat": "no"}, "chat must be"), ("sums", {"seed": None}, "seed must be"),
+        ("sums", {"seed": 1.5}, "seed must be"), ("sums", {"instruction": 5}, "instruction must be text, got 5"),
     ],
-)
-def test_bad_options_are_refused(source: str, options: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_bad_options_are_refused(task: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        reasoning_rows(source, **options)
-    with pytest.raises((TypeError, ValueError), match=message):
-        load_prompts(source, arguments=options)
+        load_prompts(f"reasoning_gym:{task}", arguments=options)
 
 
 @pytest.mark.usefixtures("gym")
@@ -147,14 +136,11 @@ def test_a_task_that_runs_answers_is_refused_unless_that_is_accepted() -> None:
     with pytest.raises(ValueError, match=r"runs what a model writes as Python.* set data\.arguments\.run_answers=true"):
         reasoning_rows("reasoning_gym:countdown", size=3)
     assert reasoning_rows("reasoning_gym:countdown", size=3, run_answers=True)["train"]
-    for answer, refused in ((True, False), (1, True)):  # only true accepts it
-        arguments = {"size": 3, "run_answers": answer}
-        config = GRPOConfig(data=DataConfig(source="reasoning_gym:countdown", arguments=arguments))
-        if refused:
-            with pytest.raises(ConfigError, match="runs what a model writes as Python"):
-                RolloutSource.check_names(config, Given())
-        else:
-            RolloutSource.check_names(config, Given())
+    config = GRPOConfig(data=DataConfig(source="reasoning_gym:countdown", arguments={"run_answers": True}))
+    RolloutSource.check_names(config, Given())
+    config.data.arguments["run_answers"] = 1  # only true accepts it
+    with pytest.raises(ConfigError, match="runs what a model writes as Python"):
+        RolloutSource.check_names(config, Given())
 
 
 @pytest.mark.usefixtures("gym")
@@ -172,7 +158,7 @@ def test_a_run_takes_data_and_reward_from_the_task() -> None:
             check(wrong, Given())  # the first of them before a model is loaded
 
 
-def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match="pip install reasoning-gym"):
         reasoning_rows("reasoning_gym:chain_sum")

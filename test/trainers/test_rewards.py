@@ -55,7 +55,9 @@ def named(name: str, value: Any) -> Callable[..., Any]:
 
 
 # -- what it gets -----------------------------------------------------------------------------------------------------
-def test_a_parameter_gets_what_it_is_named_after() -> None:
+def test_a_parameter_gets_what_it_is_named_after_and_keywords_all_the_rest() -> None:
+    expected = {"prompt": "1+1=", "completion": "2 ", "completion_ids": [6, 19], "tests": [1, 2], "hint": None}
+
     def judge(
         completion: str, completion_ids: list[int], prompt: str, answer: str, tests: list[int], *, hint: Any
     ) -> float:
@@ -63,34 +65,35 @@ def test_a_parameter_gets_what_it_is_named_after() -> None:
         assert (answer, tests, hint) == ("2", [1, 2], None)
         return 0.5
 
-    assert reward(judge) == Reward(0.5, {"judge": 0.5})
-
-
-def test_keywords_get_all_the_rest() -> None:
-    seen: dict[str, Any] = {}
-
-    def judge(answer: str, **others: Any) -> float:
-        seen.update(others)
+    def others(answer: str, **others: Any) -> float:
+        assert others == expected
         return 1.0
 
-    reward(judge, columns={**COLUMNS, "completion": "of the data"})
-    expected = {"prompt": "1+1=", "completion": "2 ", "completion_ids": [6, 19], "tests": [1, 2], "hint": None}
-    assert seen == expected
+    columns = {**COLUMNS, "completion": "of the data"}
+    assert reward([judge, others], columns=columns) == Reward(1.5, {"judge": 0.5, "others": 1.0})
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion"), [("1+1=", "2 "), (CHAT, [{"role": "assistant", "content": "2 "}])], ids=["text", "chat"]
+    ("prompt", "asked", "completion"),
+    [
+        ("1+1=", "1+1=", "2 "),
+        (CHAT, CHAT, [{"role": "assistant", "content": "2 "}]),
+        # an answer that continues a message is a part of it, as TRL has it
+        ([*CHAT, {"role": "assistant", "content": "It is "}], CHAT, [{"role": "assistant", "content": "It is 2 "}]),
+    ],
+    ids=["text", "chat", "continued"],
 )
-def test_one_with_completions_gets_lists_of_one(prompt: Any, completion: Any) -> None:
-    seen: dict[str, Any] = {}
-
+def test_one_with_completions_gets_lists_of_one(prompt: Any, asked: Any, completion: Any) -> None:
     def judge(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float]:
-        assert (prompts, completions, completion_ids, answer) == ([prompt], [completion], [[6, 19]], ["2"])
-        seen.update(others)
+        assert (prompts, completions, completion_ids, answer) == ([asked], [completion], [[6, 19]], ["2"])
+        assert others == {"prompt": ["1+1="], "tests": [[1, 2]], "hint": [None]}
         return [0.25]
 
-    assert reward(judge, prompt=prompt) == Reward(0.25, {"judge": 0.25})
-    assert seen == {"prompt": ["1+1="], "tests": [[1, 2]], "hint": [None]}
+    def one(prompt: Any, completion: str) -> float:
+        return float((prompt, completion) == (given, "2 "))
+
+    given = prompt
+    assert reward([judge, one], prompt=prompt) == Reward(1.25, {"judge": 0.25, "one": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -188,33 +191,13 @@ def test_plain_functions_run_beside_each_other_in_threads() -> None:
 
 
 # -- what the values come to ------------------------------------------------------------------------------------------
-def test_the_total_is_the_weighted_sum() -> None:
+def test_the_total_is_the_weighted_sum_and_one_without_an_opinion_counts_for_nothing() -> None:
     functions = [named("a", 1.0), named("b", 0.5), named("c", -2)]
     assert reward(functions) == Reward(-0.5, {"a": 1.0, "b": 0.5, "c": -2.0})
     assert reward(functions, [1.0, 4.0, 0.5]) == Reward(2.0, {"a": 1.0, "b": 0.5, "c": -2.0})
-
-
-def test_one_without_an_opinion_counts_for_nothing() -> None:
     assert reward([named("a", None), named("b", 0.5)], [10.0, 2.0]) == Reward(1.0, {"a": None, "b": 0.5})
     assert reward([lambda completions: [None], named("b", 1.0)]) == Reward(1.0, {"<lambda>": None, "b": 1.0})
     assert reward([named("a", None), named("b", None)]) == Reward(None, {"a": None, "b": None})
-
-
-def test_an_answer_that_continues_a_message_is_a_part_of_it_for_functions_of_lists() -> None:
-    """As TRL calls them; a function of one answer gets the prompt as it is, and what was generated."""
-    prompt, seen = [*CHAT, {"role": "assistant", "content": "It is "}], []
-
-    def listed(prompts: Any, completions: Any) -> list[float]:
-        seen.append((prompts, completions))
-        return [0.0]
-
-    def one(prompt: Any, completion: str) -> float:
-        seen.append((prompt, completion))
-        return 0.0
-
-    reward(listed, prompt=prompt)
-    reward(one, prompt=prompt)
-    assert seen == [([CHAT], [[{"role": "assistant", "content": "It is 2 "}]]), (prompt, "2 ")]
 
 
 @pytest.mark.parametrize(("raised", "seen"), [(KeyError("a"), KeyError), (StopIteration(), RuntimeError)])
@@ -239,8 +222,7 @@ def test_each_function_has_ids_of_its_own() -> None:
     assert values["first"] == values["second"]
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_a_cancellation_of_its_own_names_the_function(is_asynchronous: bool) -> None:
+def test_a_cancellation_of_its_own_names_the_function() -> None:
     def breaks(completion: str) -> float:
         raise asyncio.CancelledError
 
@@ -251,9 +233,9 @@ def test_a_cancellation_of_its_own_names_the_function(is_asynchronous: bool) -> 
         await asyncio.sleep(0)
         return 1.0
 
-    name = "ends" if is_asynchronous else "breaks"
-    with pytest.raises(RuntimeError, match=f"the reward function '{name}' "):
-        reward(ends if is_asynchronous else breaks)
+    for function in (breaks, ends):
+        with pytest.raises(RuntimeError, match=f"the reward function '{function.__name__}' "):
+            reward(function)
 
 
 def test_an_error_ends_the_others() -> None:
@@ -284,18 +266,13 @@ def test_a_parameter_that_nothing_has_the_name_of() -> None:
         return [1.0]
 
     Rewards(exact).check(["prompt", "solution"])
-    message = (
-        "the reward function 'exact' asks for 'solution'; there are prompt, completion, completion_ids, and the "
-        "columns 'answer', 'tests'"
-    )
-    with pytest.raises(ValueError) as error:
+    there = "'exact' asks for 'solution'; there are prompt, completion, completion_ids, and the columns 'answer', 'tes"
+    with pytest.raises(ValueError, match=f"^the reward function {there}ts'$"):
         Rewards([Judge(), exact]).check(["prompt", "answer", "tests"])
-    assert str(error.value) == message
-    with pytest.raises(ValueError, match=r"asks for 'solution'; .* and the columns 'answer', 'tests', 'hint'"):
+    with pytest.raises(ValueError, match=f"{there}ts', 'hint'"):
         reward(exact)
-    with pytest.raises(
-        ValueError, match=r"'batched' asks for 'completion'; there are prompts, completions, completion_ids$"
-    ):
+    there = "'batched' asks for 'completion'; there are prompts, completions, completion_ids$"
+    with pytest.raises(ValueError, match=there):
         Rewards(batched).check([])
 
 
@@ -356,47 +333,26 @@ def collector_of() -> Iterator[Callable[..., AsyncLLMCollector]]:
         collector.shutdown()
 
 
-def asked(row: TensorDictBase) -> str:
-    return TOKENIZER.decode(row["tokens"].prompt.tolist())
-
-
 def by_answer(completion: str, answer: int) -> float:
     return float(answer)
 
 
-# -- what is asked ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("prompt", ["q0", TWO_MESSAGES], ids=["text", "messages"])
-def test_a_chat_is_asked_as_messages(engine: FakeAsyncVLLM, collector_of: Any, prompt: Any) -> None:
-    batch = next(
-        iter(
-            collector_of(
-                engine, PromptEpisode("prompt", Rewards(by_answer), TOKENIZER), [{"prompt": prompt, "answer": 1}]
-            )
-        )
-    )
-    messages = [{"role": "user", "content": "q0"}]
-    expected = messages if prompt == "q0" else [{"role": "system", "content": "Be brief."}, *messages]
-    rendered = TOKENIZER.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
-    assert [asked(row) for row in batch.unbind(0)] == [rendered, rendered]
-
-
-def test_messages_are_not_for_a_policy_that_reads_text(engine: FakeAsyncVLLM, collector_of: Any) -> None:
-    episode = PromptEpisode("prompt", Rewards(by_answer), PLAIN)
-    collector = collector_of(engine, episode, [{"prompt": TWO_MESSAGES, "answer": 1}], input_mode="text")
-    with pytest.raises(ValueError, match="the policy reads text, not messages: column 'prompt'"):
-        next(iter(collector))
-
-
-def test_a_sample_without_its_prompt_says_what_it_has() -> None:
+# -- what is asked, and what rewards see ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("tokenizer", "sample", "message"),
+    [
+        (PLAIN, {"prompt": TWO_MESSAGES}, "the policy reads text, not messages: column 'prompt'"),
+        (TOKENIZER, {"query": "q0"}, "the sample has no column 'prompt'; its columns are 'query'"),
+    ],
+)
+def test_what_is_no_prompt_is_not_asked(tokenizer: Any, sample: dict[str, Any], message: str) -> None:
     async def ask(prompt: Any, **kwargs: Any) -> TensorDictBase:
         raise AssertionError("nothing is asked")
 
-    episode = PromptEpisode("prompt", Rewards(by_answer), TOKENIZER)
-    with pytest.raises(ValueError, match="the sample has no column 'prompt'; its columns are 'query'"):
-        asyncio.run(episode(TensorDict(query="q0"), ask))
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(PromptEpisode("prompt", Rewards(by_answer), tokenizer)(TensorDict(sample), ask))
 
 
-# -- what rewards see -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("input_mode", "tokenizer"), [("history", TOKENIZER), ("text", PLAIN)], ids=["chat", "text"])
 def test_the_answer_its_ids_and_the_row(
     engine: FakeAsyncVLLM, collector_of: Any, input_mode: str, tokenizer: Any
@@ -431,12 +387,10 @@ def test_a_row_has_its_reward_and_what_it_is_made_of(engine: FakeAsyncVLLM, coll
         for row in batch.unbind(0):
             answer = row["answer"]
             assert row["prompt"] == f"q{answer}" and row["next", "reward"].tolist() == [[answer + 1.0]]
-            assert {name: value.tolist() for name, value in row["rewards"].items() if name != "silent"} == {
-                "by_answer": [float(answer)],
-                "constant": [0.5],
-            }
-            assert row["rewards", "silent"].isnan().tolist() == [True]
-            assert {value.dtype for value in row["rewards"].values()} == {torch.float32}
+            values = {name: value.item() for name, value in row["rewards"].items()}
+            expected = {"by_answer": float(answer), "constant": 0.5, "silent": float("nan")}
+            assert values == pytest.approx(expected, nan_ok=True)
+            assert {(value.shape, value.dtype) for value in row["rewards"].values()} == {((1,), torch.float32)}
         answers += batch["answer"]
     assert sorted(answers) == sorted([*range(6), *range(6)])
 
@@ -468,9 +422,8 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
     """Rows whose columns are lists of other lengths, messages, mappings or nothing, one beside the other."""
     other = {"prompt": TWO_MESSAGES, "answer": 9, "tests": [1, [2, None]], "case": {"x": [1]}}
     rows = [{"prompt": "q0", "answer": 0, "tests": [], "hint": "a"}, other]
-    batch = next(
-        iter(collector_of(engine, PromptEpisode("prompt", Rewards(by_answer), TOKENIZER), rows, groups_per_batch=2))
-    )
+    episode = PromptEpisode("prompt", Rewards(by_answer), TOKENIZER)
+    batch = next(iter(collector_of(engine, episode, rows, groups_per_batch=2)))
     sampler = SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=LazyStackStorage(4), sampler=sampler, batch_size=4, transform=GRPOAdvantage())
     buffer.extend(batch)
@@ -481,6 +434,3 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
         found = [{name: row[name] for name in ("answer", "tests", "hint", "case")} for row in sample.unbind(0)]
         for row in rows:
             assert found.count({"hint": None, "case": None, **{key: row[key] for key in row if key != "prompt"}}) == 2
-
-
-# -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from pytest import LogCaptureFixture, MonkeyPatch
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase
@@ -35,7 +37,7 @@ from torchrl_moe.trainers.config import (
     RolloutConfig,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine, check_arguments, check_room, engine_arguments
-from torchrl_moe.trainers.samples import Given, PromptEpisode, RolloutSource
+from torchrl_moe.trainers.samples import Given, PromptEpisode, Rewards, RolloutSource
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def fleet() -> Iterator[FakeFleet]:
 
 
 @pytest.fixture
-def free_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+def free_memory(monkeypatch: MonkeyPatch) -> Any:
     def set_free(nbytes: int) -> None:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=nbytes))
 
@@ -58,7 +60,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def no_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def no_start(monkeypatch: MonkeyPatch) -> list[tuple[Any, ...]]:
     """Engines that would have been started."""
     started: list[tuple[Any, ...]] = []
 
@@ -70,33 +72,27 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return started
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("router_dtype", "given", "wanted"),
-    [
-        ("auto", {}, {}),
-        ("float32", {}, {"router_dtype": "float32"}),
-        ("float32", {"router_dtype": "auto"}, {"router_dtype": "auto"}),
-    ],
-)
+# -- arguments and room -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
-def test_the_engines_routers_have_the_dtype_of_the_trainers(
-    kind: str, router_dtype: str, given: dict[str, Any], wanted: dict[str, Any]
-) -> None:
-    config = GRPOConfig()
-    config.engine.kind, config.model.router_dtype, config.engine.arguments = kind, router_dtype, given
-    assert engine_arguments(config) == wanted
-    if kind == "vllm":  # the other one looks for the model
-        check_arguments(config)
+def test_the_engines_routers_have_the_dtype_of_the_trainers(kind: str) -> None:
+    float32 = {"router_dtype": "float32"}
+    for dtype, given, wanted in (
+        ("auto", {}, {}),
+        ("float32", {}, float32),
+        ("float32", {"router_dtype": "auto"}, {"router_dtype": "auto"}),
+    ):
+        config = GRPOConfig(engine=EngineConfig(kind=kind, arguments=given), model=ModelConfig(router_dtype=dtype))
+        assert engine_arguments(config) == wanted
+        if kind == "vllm":  # the other one looks for the model
+            check_arguments(config)
 
 
-# -- room -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("arguments", "each"), [({}, 4), ({"dtype": "bfloat16"}, 2), ({"dtype": "auto"}, 4), ({"dtype": "half"}, 2)]
+    ("arguments", "each", "cache"),
+    [({}, 4, 0), ({"dtype": "bfloat16"}, 2, 10**9), ({"dtype": "auto"}, 4, 10**9), ({"dtype": "half"}, 2, 0)],
 )
-@pytest.mark.parametrize("cache", [0, 1000])
 def test_replicas_that_memory_does_not_hold(
-    policy_model: PolicyModel, free_memory: Any, arguments: dict[str, Any], each: int, cache: int
+    policy_model: Any, free_memory: Any, arguments: dict[str, Any], each: int, cache: int
 ) -> None:
     numbers = sum(weight.numel() for weight in policy_model.model.parameters())
     arguments = {**arguments, "kv_cache_memory_bytes": cache or None}
@@ -106,107 +102,90 @@ def test_replicas_that_memory_does_not_hold(
         check_room(policy_model, 4, arguments)
 
 
-def test_replicas_without_a_gpu(policy_model: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_ranks", [0, 4])
+def test_replicas_without_a_gpu(policy_model: Any, monkeypatch: MonkeyPatch, of_ranks: int) -> None:
+    """Those of the trainer's ranks are no room for replicas."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_room(policy_model, 4, {})
-    check_room(policy_model, 2, {"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=3 needs 6 GPUs, and there are 4$"):
-        check_room(policy_model, 3, {"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=1 needs 8 GPUs, and there are 4$"):
-        check_room(policy_model, 1, {"data_parallel_size": 2, "pipeline_parallel_size": 4})
-    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=5 needs 5 GPUs, and there are 4$"):
-        check_room(policy_model, 5, {}, "transformers")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 + of_ranks)
+    if of_ranks:
+        launched = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        for name, value in {**launched, "LOCAL_WORLD_SIZE": "4"}.items():
+            monkeypatch.setenv(name, value)
+    for replicas, arguments, kind, needed in (
+        (4, {}, "vllm", 0),
+        (2, {"tensor_parallel_size": 2}, "vllm", 0),
+        (5, {"devices": [[0]] * 5}, "vllm", 0),  # as the user says
+        (3, {"tensor_parallel_size": 2}, "vllm", 6),
+        (1, {"data_parallel_size": 2, "pipeline_parallel_size": 4}, "vllm", 8),
+        (5, {}, "transformers", 5),
+    ):
+        refused = rf"^engine\.num_replicas={replicas} needs {needed} GPUs, and there are 4$"
+        with pytest.raises(ConfigError, match=refused) if needed else nullcontext():
+            check_room(policy_model, replicas, arguments, kind)
 
 
-@pytest.mark.parametrize(
-    ("count", "arguments", "replicas", "expected"),
-    [
-        (1, {}, 1, [[0]]),  # the usual machine: trainer and engine share its GPU
-        (2, {}, 1, None),  # the service gives it the other one
-        (4, {}, 4, [[1], [2], [3], [0]]),
-        (4, {"tensor_parallel_size": 2}, 2, [[1, 2], [3, 0]]),
-        (1, {"devices": ["cuda:0"]}, 1, ["cuda:0"]),
-    ],
-)
-def test_replicas_share_the_trainer_s_gpu_where_no_other_is_left(
-    policy_model: PolicyModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_start: list[Any],
-    count: int,
-    arguments: dict[str, Any],
-    replicas: int,
-    expected: Any,
-) -> None:
-    for name, value in {
-        "is_available": True,
-        "device_count": count,
-        "is_initialized": True,
-        "current_device": 0,
-        "memory_reserved": 0,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    engine = EngineConfig(kind="vllm", num_replicas=replicas, arguments=arguments)
-    RolloutEngine(policy_model, GRPOConfig(engine=engine), tmp_path).shutdown()
-    ((_, options),) = no_start
-    assert options.get("devices") == expected
+Serve = Callable[..., RolloutEngine]
 
 
 @pytest.fixture
-def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Four of which are ranks of the trainer."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    return monkeypatch
+def serve(policy_model: PolicyModel, tmp_path: Path, fleet: FakeFleet, monkeypatch: MonkeyPatch) -> Iterator[Serve]:
+    """Makes what serves the policy in a run, on an engine that is given or as the settings say; ends it before them."""
+    with ExitStack() as made:
+
+        def make(engine: Mapping[str, Any] | None = None, given: Any = None, **settings: Any) -> RolloutEngine:
+            config = GRPOConfig(engine=EngineConfig(**engine or {}), **settings)
+            served = RolloutEngine(policy_model, config, tmp_path / "run", given)
+            made.callback(served.shutdown)
+            return served
+
+        yield make
 
 
-def test_gpus_of_ranks_are_no_room_for_replicas(policy_model: PolicyModel, eight_gpus: pytest.MonkeyPatch) -> None:
-    check_room(policy_model, 4, {})
-    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=5 needs 5 GPUs, and there are 4$"):
-        check_room(policy_model, 5, {})
-    check_room(policy_model, 5, {"devices": [[0]] * 5})  # as the user says
-    eight_gpus.delenv("WORLD_SIZE")
-    check_room(policy_model, 8, {})
-
-
-def test_other_machines_may_hold_replicas_of_ray(
-    policy_model: PolicyModel, free_memory: Any, no_start: list[Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("count", "engine", "expected"),
+    [
+        (1, {}, [[0]]),  # the usual machine: trainer and engine share its GPU
+        (2, {}, None),  # the service gives it the other one
+        (4, {"num_replicas": 4}, [[1], [2], [3], [0]]),
+        (4, {"num_replicas": 2, "arguments": {"tensor_parallel_size": 2}}, [[1, 2], [3, 0]]),
+        (1, {"arguments": {"devices": ["cuda:0"]}}, ["cuda:0"]),
+    ],
+)
+def test_replicas_share_the_trainers_gpu_where_no_other_is_left(
+    serve: Serve, monkeypatch: MonkeyPatch, no_start: list[Any], count: int, engine: Any, expected: Any
 ) -> None:
-    free_memory(0)
-    config = GRPOConfig(engine=EngineConfig(num_replicas=2, backend="ray"))
-    RolloutEngine(policy_model, config, tmp_path).shutdown()
-    assert len(no_start) == 1
-    config.engine.backend = "local"
-    with pytest.raises(ConfigError, match="GB are free"):
-        RolloutEngine(policy_model, config, tmp_path / "other")
-    assert len(no_start) == 1 and not (tmp_path / "other").exists()
+    seen = {"is_available": True, "device_count": count, "is_initialized": True, "current_device": 0}
+    for name, value in {**seen, "memory_reserved": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    serve({"kind": "vllm", **engine})
+    assert no_start[0][1].get("devices") == expected
 
 
 # -- what it is started with, and what is refused ---------------------------------------------------------------------
-def test_a_sleeping_engine_without_a_gpu_is_refused_before_it_starts(
-    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]
+def test_what_has_no_room_is_refused_but_other_machines_may_have_it(
+    serve: Serve, free_memory: Any, no_start: list[Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="needs a GPU"):
-        RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(sleep=True)), tmp_path / "run")
+    free_memory(0)
+    for engine, message in (({}, "GB are free"), ({"sleep": True, "backend": "ray"}, "needs a GPU")):
+        with pytest.raises(ConfigError, match=message):
+            serve(engine)
     assert not no_start and not (tmp_path / "run").exists()
+    serve({"backend": "ray"})
+    assert len(no_start) == 1
 
 
-def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]) -> None:
-    config = GRPOConfig(seed=5, engine=EngineConfig(arguments={"max_model_len": 64}))
-    own = RolloutEngine(policy_model, config, tmp_path)
+def test_it_starts_from_the_model(
+    serve: Serve, policy_model: PolicyModel, tmp_path: Path, no_start: list[Any], monkeypatch: MonkeyPatch
+) -> None:
+    own = serve({"arguments": {"max_model_len": 64}}, seed=5)
     ((arguments, options),) = no_start
-    (start,) = tmp_path.glob("start-*")
+    (start,) = (tmp_path / "run").glob("start-*")
     assert arguments == (str(start),) and (start / "model.safetensors").exists()
     wanted = {"num_replicas": 1, "engine": "vllm", "backend": "local"}
     assert options == {**wanted, "seed": 5, "max_model_len": 64}
     assert own.owns_engine
     own.forget_start()
     assert not start.exists()
-    own.shutdown()
     own.shutdown()
     with pytest.raises(RuntimeError):
         own.engine.generate("after the end", use_tqdm=False)
@@ -216,115 +195,87 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     RolloutEngine(there, config, tmp_path / "other").shutdown()
     wanted = {"num_replicas": 2, "engine": "transformers", "backend": "local"}
     assert no_start[-1] == (("some/folder",), {**wanted, "seed": 0}) and not (tmp_path / "other").exists()
-
-
-def test_an_engine_of_a_run_that_resumes_draws_from_another_seed(
-    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeds = []
-    for saved in (0, 3, 4):
+    # that of a run that resumes draws from another seed
+    for saved in (3, 4):
         monkeypatch.setattr(rollout_engine, "steps_saved", lambda _, saved=saved: saved)
-        RolloutEngine(policy_model, GRPOConfig(seed=5, resume=saved > 0), tmp_path).shutdown()
-        seeds.append(no_start[-1][1]["seed"])
-    assert len(set(seeds)) == 3
-
-
-def test_an_engine_that_is_given_stays(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
-    given = RolloutEngine(policy_model, GRPOConfig(), tmp_path / "run", fleet)
-    assert not given.owns_engine
-    given.shutdown()
-    assert len(fleet.generate("still there", {"max_tokens": 2}, use_tqdm=False).outputs) == 1
-    assert not (tmp_path / "run").exists()
+        serve(seed=5, resume=True)
+    assert len({options["seed"] for _, options in (no_start[0], *no_start[-2:])}) == 3
 
 
 def test_an_engine_of_another_job_is_joined_and_left(
-    policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_start: list[Any]
+    serve: Serve, fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch, no_start: list[Any]
 ) -> None:
     events: list[str] = []
     monkeypatch.setattr(rollout_engine.AsyncVLLM, "connect", lambda name: events.append(name) or fleet)
     monkeypatch.setattr(fleet, "disconnect", lambda: events.append("left"), raising=False)
-    joined = RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(connect="theirs")), tmp_path / "run")
+    joined = serve({"connect": "theirs"})
     assert not joined.owns_engine
     joined.sync()
     joined.shutdown()
     assert events == ["theirs", "left"] and not no_start and not (tmp_path / "run").exists()
     monkeypatch.setattr(rollout_engine, "steps_saved", lambda _: 4)
-    config = GRPOConfig(engine=EngineConfig(connect="theirs"), resume=True)
-    RolloutEngine(policy_model, config, tmp_path / "run").shutdown()  # it may be as fresh as at step 0
-    assert [replica.seed for replica in fleet.fakes] == [
-        rollout_engine.seed_after(config.seed, 4) + index for index in range(len(fleet.fakes))
-    ]
+    serve({"connect": "theirs"}, resume=True)  # it may be as fresh as at step 0
+    first = rollout_engine.seed_after(GRPOConfig().seed, 4)
+    assert [replica.seed for replica in fleet.fakes] == [first, first + 1]
     config = GRPOConfig(engine=EngineConfig(connect="theirs", arguments={"max_model_len": 64}))
     with pytest.raises(ConfigError, match=r"^engine\.connect=theirs is started elsewhere: leave sleep and"):
         config.check()
 
 
-def test_routes_are_fetched_where_they_are_read(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
+def test_routes_are_fetched_where_they_are_read(serve: Serve, fleet: FakeFleet) -> None:
+    history = ChatHistory(prompt=History(role=["user"], content=["1+1="], batch_size=[1])[None])
     for replay, expected in (("R3", True), ("R2", False), ("none", False)):
-        config = GRPOConfig(loss=LossConfig(replay=replay), rollout=RolloutConfig(max_new_tokens=3, temperature=0.7))
-        own = RolloutEngine(policy_model, config, tmp_path, fleet)
-        history = ChatHistory(prompt=History(role=["user"], content=["1+1="], batch_size=[1])[None])
-        row = own.policy(TensorDict({"history": history}, batch_size=[1]))[0]
+        own = serve(None, fleet, loss=LossConfig(replay=replay), rollout=RolloutConfig(max_new_tokens=3))
+        row = own.policy(TensorDict({"history": history.clone()}, batch_size=[1]))[0]  # type: ignore[misc]
         assert (("routed_experts", "full") in row.keys(True)) == expected
         own.shutdown()
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
-def test_versions_never_fall(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
-    first = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
+def test_versions_of_an_engine_that_is_given_never_fall(serve: Serve, fleet: FakeFleet, tmp_path: Path) -> None:
+    first = serve(None, fleet)
+    assert not first.owns_engine
     assert first.version == 0 and [first.sync().version for _ in range(3)] == [1, 2, 3]
     first.shutdown()
-    behind = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
+    behind = serve(None, fleet)
     behind.restore(2)  # of a checkpoint, and the engine is further on
     assert behind.version == 4 and fleet.versions == [4, 4]
     behind.shutdown()
-    ahead = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
+    ahead = serve(None, fleet)
     ahead.restore(9)
     assert ahead.version == 9 and fleet.versions == [9, 9] and ahead.sync().version == 10
     ahead.shutdown()
+    assert len(fleet.generate("still there", {"max_tokens": 2}, use_tqdm=False).outputs) == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_replica_that_did_not_take_the_weights_is_logged(
-    policy_model: PolicyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Serve, fleet: FakeFleet, caplog: LogCaptureFixture
 ) -> None:
-    with fake_fleet(2) as fleet:
-        fleet.fakes[1].fail["stage_weights"] = lambda _: RuntimeError("no room in there")
-        own = RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(sync={"min_serving": 1})), tmp_path, fleet)
-        report = own.sync()
-        own.shutdown()
+    fleet.fakes[1].fail["stage_weights"] = lambda _: RuntimeError("no room in there")
+    report = serve({"sync": {"min_serving": 1}}, fleet).sync()
     assert list(report.failed) == [1] and "replica 1 does not hold version 1: " in caplog.text
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sync_every", [1, 2])
-def test_it_sleeps_while_the_trainer_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet, sync_every: int
-) -> None:
+def test_it_sleeps_in_training(tmp_path: Path, monkeypatch: MonkeyPatch, fleet: FakeFleet, sync_every: int) -> None:
     events: list[str] = []
 
     def noted(name: str, of: Any, method: str) -> None:
-        original = getattr(of, method)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            events.append(name)
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(of, method, call)
+        call = getattr(of, method)
+        monkeypatch.setattr(of, method, lambda *given, **options: events.append(name) or call(*given, **options))
 
     config = fake_config(tmp_path, 2)
     config.engine.sleep, config.engine.sync_every, config.optim.epochs = True, sync_every, 2
     with fake_run(fleet, config) as trainer:
-        # it has the weights of the model by now
-        assert fleet.versions == [1, 1]
-        for name, of, method in (
-            ("generate", fleet, "agenerate"),
-            ("sleep", fleet, "sleep"),
-            ("wake", fleet, "wake_up"),
-            ("sync", trainer.rollout_engine.sender, "update_weights"),
-            ("score", trainer.learner, "scores"),
-            ("train", trainer.learner.stepper, "step"),
-        ):
-            noted(name, of, method)
+        assert fleet.versions == [1, 1]  # it has the weights of the model by now
+        noted("generate", fleet, "agenerate")
+        noted("sleep", fleet, "sleep")
+        noted("wake", fleet, "wake_up")
+        noted("sync", trainer.rollout_engine.sender, "update_weights")
+        noted("score", trainer.learner, "scores")
+        noted("train", trainer.learner.stepper, "step")
         trainer.train()
     # answers of the next step are asked for as soon as there is a new version; they wait until the engine is awake
     assert events[:5] == ["generate"] * 4 + ["sleep"]
@@ -368,7 +319,7 @@ def rows_of(count: int) -> Any:
     return ROWS[:count]
 
 
-def failing_source() -> Any:
+def failing_source(**_: Any) -> Any:
     raise KeyError("no such task")
 
 
@@ -378,15 +329,21 @@ async def play(data: TensorDictBase, ask: Any) -> float:
 
 
 def of(data: DataConfig | None = None, eval_config: EvalConfig | None = None, **given: Any) -> RolloutSource:
-    config = GRPOConfig(
-        data=data or DataConfig(), eval=eval_config or EvalConfig(), rollout=RolloutConfig(group_size=3)
-    )
+    data, eval_config = data or DataConfig(), eval_config or EvalConfig()
+    config = GRPOConfig(data=data, eval=eval_config, rollout=RolloutConfig(group_size=3))
     return RolloutSource.of(config, TOKENIZER, Given(**given))
 
 
 def prompts(source: RolloutSource) -> list[str]:
     assert source.dataloader is not None
     return sorted(row["prompt"] for row in source.dataloader)
+
+
+def known(source: RolloutSource) -> float:
+    """The share of held-out prompts that the engine knows the answer of."""
+    assert source.held_out_loader is not None
+    answers = [row["prompt"] < "5" for row in source.held_out_loader()]
+    return sum(answers) / len(answers)
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
@@ -407,12 +364,9 @@ def test_data_and_rewards_that_the_configuration_names(engine: FakeAsyncVLLM) ->
         rewards=[f"{__name__}:exact", f"{__name__}:half"], weights=[1.0, 2.0],
     )  # fmt: skip
     source = of(data)
-    assert len(prompts(source)) == 4 and source.held_out == 2 and source.held_out_loader is not None
-    known = [row["prompt"] < "5" for row in source.held_out_loader()]
-    assert source.evaluate(policy_of(engine)) == 2.0 * sum(known) / 2  # exact, and 2 * 0.5
-
-
-def test_what_is_given_counts_more_than_the_configuration() -> None:
+    assert len(prompts(source)) == 4 and source.held_out == 2
+    assert source.evaluate(policy_of(engine)) == 2.0 * known(source)  # exact, and 2 * 0.5
+    # what is given counts more
     data = DataConfig(source="no_such_module:rows", rewards=["no_such_module:reward"], arguments={"a": 1})
     assert len(prompts(of(data, dataset=ROWS, rewards=exact))) == 10
 
@@ -435,45 +389,31 @@ def test_rows_are_held_out_or_given(engine: FakeAsyncVLLM) -> None:
 
 
 # -- environments -----------------------------------------------------------------------------------------------------
-def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> None:
+def test_an_environment_holds_nothing_out_and_another_may_be_evaluated_on(engine: FakeAsyncVLLM) -> None:
     env = chat(3)
     source = of(env=env)
     assert (source.env, source.dataloader, source.evaluate(policy_of(engine))) == (env, None, None)
     assert of(env=lambda: chat(3)).dataloader is None
-    other = chat(1)
-    assert of(None, EvalConfig(prompts=7), env=env, held_out=other).held_out == 7
-
-
-def test_an_environment_holds_nothing_out() -> None:
     with pytest.raises(ConfigError, match=r"data\.held_out=5: an environment, .* set it to 0"):
-        of(DataConfig(held_out=5), env=chat(3))
-    assert of(DataConfig(held_out=5), EvalConfig(every=0), env=chat(3)).held_out == 0  # nobody asks for them
-    assert of(DataConfig(held_out=5), EvalConfig(prompts=7), env=chat(3), held_out=chat(1)).held_out == 7
+        of(DataConfig(held_out=5), env=env)
+    assert of(DataConfig(held_out=5), EvalConfig(every=0), env=env).held_out == 0  # nobody asks for them
+    assert of(DataConfig(held_out=5), EvalConfig(prompts=7), env=env, held_out=chat(1)).held_out == 7
 
 
 def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:
     source = of(DataConfig(held_out=5), env=play, dataset=ROWS)
-    assert source.env is play and len(prompts(source)) == 5 and source.held_out_loader is not None
-    known = [row["prompt"] < "5" for row in source.held_out_loader()]
-    assert source.evaluate(policy_of(engine)) == sum(known) / 5
+    assert source.env is play and len(prompts(source)) == 5
+    assert source.evaluate(policy_of(engine)) == known(source)
     assert len(prompts(of(DataConfig(source=f"{__name__}:rows_of", arguments={"count": 4}), env=play))) == 4
-
-
-def test_a_function_makes_its_own_prompts_from_any_column() -> None:
-    async def sums(data: TensorDictBase, ask: Any) -> float:
-        answer = await ask(f"{data['a']}+{data['b']}=")
-        return float(answer["history"].response.content[0] == str(data["a"] + data["b"]))
-
-    source = of(DataConfig(held_out=1), env=sums, dataset=[{"a": 1, "b": 2}, {"a": 3, "b": 4}])
+    # it makes its own prompts, from any column
+    source = of(DataConfig(held_out=1), env=play, dataset=[{"a": 1, "b": 2}, {"a": 3, "b": 4}])
     assert source.dataloader is not None and [sorted(row.keys()) for row in source.dataloader] == [["a", "b"]]
 
 
 # -- what the chat template gets --------------------------------------------------------------------------------------
-def tokenizer_with(template: str | None, **added: Any) -> Any:
+def tokenizer_with(template: str | None) -> Any:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
-    if added:
-        tokenizer.add_special_tokens(added)
     return tokenizer
 
 
@@ -520,12 +460,11 @@ def test_a_template_that_refuses_the_prompts_is_noticed_at_once() -> None:
 )
 def test_special_tokens_reach_the_rewards_if_sampling_says_so(sampling: dict[str, Any], seen: str) -> None:
     """Not the end of the turn, which is no part of an answer."""
-    tokenizer = tokenizer_with("x", additional_special_tokens=["<think>", "</think>"])
-    answered: list[str] = []
+    tokenizer = tokenizer_with("x")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
 
     def judge(completion: str) -> float:
-        answered.append(completion)
-        return 1.0
+        return float(completion == seen)
 
     config = GRPOConfig(rollout=RolloutConfig(sampling=sampling))
     episode = RolloutSource.of(config, tokenizer, Given(dataset=[{"prompt": "a"}], rewards=judge)).env
@@ -534,7 +473,9 @@ def test_special_tokens_reach_the_rewards_if_sampling_says_so(sampling: dict[str
     async def ask(prompt: Any) -> Any:
         return {"tokens": SimpleNamespace(response=torch.tensor(ids))}
 
-    assert asyncio.run(episode(TensorDict(prompt="a"), ask)) == 1.0 and answered == [seen]
+    assert asyncio.run(episode(TensorDict(prompt="a"), ask)) == 1.0
+    episode.rewards = Rewards(lambda completion: None)  # an answer without a reward is left out
+    assert asyncio.run(episode(TensorDict(prompt="a"), ask)) is None
 
 
 def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
@@ -552,27 +493,13 @@ def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
     assert batch is not None and len(batch) == 6
     groups = [int(row["group_id"]) for row in batch.unbind(0)]
     assert groups[:3] == [groups[0]] * 3 != groups[3:] == [groups[3]] * 3
-    assert of(DataConfig(source="countdown"), EvalConfig(every=0)).held_out == 0
+    one, other = (of(DataConfig(source="countdown"), EvalConfig(every=0)) for _ in range(2))
+    assert one.held_out == 0 and one.env.reset()["query"] == other.env.reset()["query"]  # of the same seed
 
 
-def test_a_task_asks_the_same_with_the_same_seed() -> None:
-    def first(source: RolloutSource) -> str:
-        return str(source.env.reset()["query"])
-
-    assert first(of(DataConfig(source="countdown"))) == first(of(DataConfig(source="countdown")))
-
-
-def test_a_task_whose_data_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl.envs import llm
-
-    class Unreachable(Exception):
-        pass
-
-    def fail(**_: Any) -> Any:
-        raise Unreachable
-
-    monkeypatch.setattr(llm, "GSM8KEnv", fail)
-    with pytest.raises(ConfigError, match=r"^data\.source=gsm8k: Unreachable$"):
+def test_a_task_whose_data_cannot_be_reached(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl.envs.llm.GSM8KEnv", failing_source)
+    with pytest.raises(ConfigError, match=r"^data\.source=gsm8k: KeyError: 'no such task'$"):
         of(DataConfig(source="gsm8k"))
 
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 from rich.console import Console
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
@@ -74,9 +75,7 @@ def test_a_row_goes_to_the_file_and_every_figure_to_the_loggers(tmp_path: Path) 
     assert record.column("reward") == [0.5] and record.column("mismatch_kl") == []
 
 
-def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(tmp_path: Path, caplog: LogCaptureFixture) -> None:
     class Unreachable(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             raise RuntimeError("the server is gone")
@@ -100,35 +99,25 @@ def test_a_later_start_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
     assert "torch" in json.loads((tmp_path / "versions.json").read_text())
 
 
-def test_a_new_run_in_an_old_folder_begins_again(tmp_path: Path) -> None:
-    record_of(tmp_path, 2).add_samples(0, answers("2"), 1)
-    record = RunRecord(tmp_path, "")
-    record.add_samples(0, answers("3"), 1)
-    assert len(rows_of(tmp_path)) == 2 and (tmp_path / "samples.jsonl").read_text() != ""
-    record.begin()
-    assert rows_of(tmp_path) == [] and (tmp_path / "samples.jsonl").read_text() == ""
-    record.add({"step": 0})
-    assert len(rows_of(tmp_path)) == len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
-
-
-def test_lines_that_a_kill_tore_are_dropped(tmp_path: Path) -> None:
-    record_of(tmp_path, 2).add_samples(0, answers("2"), 1)
+def test_samples_are_the_first_answers_as_text_and_lines_that_a_kill_tore_are_dropped(tmp_path: Path) -> None:
+    record_of(tmp_path, 2).add_samples(7, answers("2", "3", "4"), 2)
     for name, torn in (("metrics.csv", "2,0.7"), ("samples.jsonl", '{"step": 1, "rew')):
         with (tmp_path / name).open("a") as stream:
             stream.write(torn)
     record = RunRecord(tmp_path, "", before=9)
     record.begin()
     assert [row["step"] for row in record.rows] == [0, 1]
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
-
-
-def test_samples_are_the_first_answers_as_text(tmp_path: Path) -> None:
-    record_of(tmp_path, 0).add_samples(7, answers("2", "3", "4"), 2)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert lines == [
         {"step": 7, "reward": 1.0, "prompt": "1+1=", "completion": "2"},
         {"step": 7, "reward": 0.0, "prompt": "1+1=", "completion": "3"},
     ]
+    # a run from the beginning begins its files again, with what came before its first step
+    new = RunRecord(tmp_path, "")
+    new.add_samples(0, answers("3"), 1)
+    assert len(rows_of(tmp_path)) == 2
+    new.add({"step": 0})
+    assert len(rows_of(tmp_path)) == len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
 
 
 def row(group: int, reward: float, tokens: int, version: int, *, done: bool = True, cut: bool = False) -> TensorDict:
@@ -147,24 +136,14 @@ def row(group: int, reward: float, tokens: int, version: int, *, done: bool = Tr
 
 
 def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
-    batch = lazy_stack(
-        [
-            row(5, 0.0, 3, 7, done=False),  # a sample of two turns
-            row(5, 1.0, 5, 7, cut=True),
-            row(5, 0.0, 2, 6),
-            row(9, 0.0, 4, 5),
-            row(9, 0.0, 6, 7),
-        ]
-    )
-    metrics = batch_metrics(sample_rows(batch.unbind(0)), version=7)
+    turns = [row(5, 0.0, 3, 7, done=False), row(5, 1.0, 5, 7, cut=True)]  # of one sample
+    others = [row(5, 0.0, 2, 6), row(9, 0.0, 4, 5), row(9, 0.0, 6, 7)]
+    metrics = batch_metrics(sample_rows([*turns, *others]), version=7)
     # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
     assert metrics == {
         "reward": 0.25, "reward_std": pytest.approx(0.1875**0.5), "uniform_groups": 0.5, "length": 4.0,
         "truncated": 0.2, "staleness": 0.5, "tokens": 20.0, "reward/exact": 0.2,
     }  # fmt: skip
-
-
-def test_rows_without_a_reward_are_refused_with_its_key() -> None:
     with pytest.raises(MissingEntryError, match=r"the rows have no reward: there is nothing at \('next', 'reward'\)"):
         sample_rows([TensorDict({"next": {"done": torch.tensor([True])}})])
 
@@ -197,7 +176,7 @@ def test_a_sign_is_seen_and_what_is_near_it_is_not(columns: dict[str, list[Any]]
     assert [message in text for text in found] == ([True] if message else [])
 
 
-def test_a_sign_is_logged_once_and_again_after_it_had_gone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sign_is_logged_once_and_again_after_it_had_gone(caplog: LogCaptureFixture) -> None:
     monitor = HealthMonitor()
     high, low = rows(truncated=[1.0] * 5), rows(truncated=[0.0] * 5)
     assert [len(monitor.check(part)) for part in (high, high, low, high)] == [1, 0, 0, 1]
@@ -216,13 +195,7 @@ def text_of(rows: list[dict[str, Any]], held_out: float | None = 0.75) -> str:
     return stream.getvalue()
 
 
-def test_where_all_experts_agree_what_differs_is_rounding() -> None:
-    text = text_of([step_row(0, agreement=1.0, dlogp_live=3.6e-7, dlogp_mean=3.8e-7)])
-    assert "3.6e-07" in text and "3.8e-07" in text and "of the mismatch" not in text
-    assert [line for line in text.splitlines() if "replay changes" in line and "nothing" in line]
-
-
-def test_the_numbers_are_those_of_the_rows() -> None:
+def test_the_numbers_are_those_of_the_rows(capsys: CaptureFixture[str]) -> None:
     rows = [step_row(step) for step in range(10)]
     rows[0] |= {"held_out_reward": 0.5, "dlogp_live": 0.013, "agreement": 0.8}  # means 0.0049 and 0.89
     rows[4] |= {"held_out_reward": 0.6}
@@ -231,9 +204,7 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert "0.50 -> 0.75" in text
     assert "4.9e-03" in text and "1.0e-03" in text and "89.0%" in text
     assert "replay removes" in text and "80% of the mismatch" in text  # 1 - 1 / 4.9
-
-
-def test_it_is_text_where_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    # it is text where it is printed
     print(summary([step_row(0)], None))
     shown = capsys.readouterr().out
     assert "mean rollout reward, first and last 5 steps" in shown and "0.00 -> 0.00" in shown and "<rich" not in shown
@@ -243,11 +214,12 @@ def test_what_is_shown_depends_on_what_was_measured() -> None:
     text = text_of([step_row(0, dlogp_mean=0.006)])  # never evaluated but at the end
     assert "replay adds" in text and "50% of the mismatch" in text and "0.75" in text and "-> 0.75" not in text
     assert "held-out" not in text_of([step_row(0)], None)
-
-
-@pytest.mark.parametrize("missing", ["dlogp_live", "agreement"])
-def test_without_replay_there_is_nothing_to_say_about_it(missing: str) -> None:
-    assert "replay" not in text_of([step_row(step, **{missing: ""}) for step in range(3)])
+    for missing in ("dlogp_live", "agreement"):  # without replay there is nothing to say about it
+        assert "replay" not in text_of([step_row(step, **{missing: ""}) for step in range(3)])
+    # where all experts agree, what differs is rounding
+    text = text_of([step_row(0, agreement=1.0, dlogp_live=3.6e-7, dlogp_mean=3.8e-7)])
+    assert "3.6e-07" in text and "3.8e-07" in text and "of the mismatch" not in text
+    assert [line for line in text.splitlines() if "replay changes" in line and "nothing" in line]
 
 
 class Run(RunReports):
@@ -263,21 +235,15 @@ class Run(RunReports):
         raise AssertionError("nothing to evaluate")
 
 
-def test_a_run_without_a_step_has_nothing_to_sum_up() -> None:
-    with pytest.raises(RuntimeError, match="no step has run"):
-        Run().summary()
-
-
-def test_in_a_notebook_the_last_step_is_a_table() -> None:
+def test_in_a_notebook_the_last_step_is_a_table_and_samples_are_the_collectors() -> None:
     html = Run({"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.51239, "empty": ""}, out="<script>1</script>")
     read = TableReader(html._repr_html_())
     assert read.rows["tbody"] == [["step", "1"], ["reward", "0.5124"]]
     assert "<script>1</script>" in read.other[0] and "<script" not in html._repr_html_()
-    assert TableReader(Run()._repr_html_()).other[-1] == "no step yet"
-
-
-def test_samples_are_the_collectors() -> None:
     run = Run()
+    assert TableReader(run._repr_html_()).other[-1] == "no step yet"
+    with pytest.raises(RuntimeError, match="no step has run"):
+        run.summary()
     run.show_samples(2, color="experts", layer=1)
     assert run.shown == [((2, 160), {"color": "experts", "layer": 1})]
 
@@ -288,14 +254,12 @@ def config(tmp_path: Path) -> GRPOConfig:
     return fake_config(tmp_path / "run", 30)
 
 
-def test_loggers_by_name(config: GRPOConfig) -> None:
+def test_loggers_by_name(config: GRPOConfig, monkeypatch: MonkeyPatch) -> None:
     assert make_loggers(config) == []
     config.log.loggers = ["csv"]
     (logger,) = make_loggers(config)
     assert logger.exp_name.startswith("events/")
 
-
-def test_a_logger_that_is_not_installed_is_a_mistake(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise ImportError("No module named 'wandb'")
 
@@ -314,9 +278,8 @@ def test_a_folder_that_holds_a_run_is_refused_with_all_ways_out(config: GRPOConf
     file.parent.mkdir(parents=True)
     file.write_text("step\n0\n")
     ways = r"set resume=True to continue it, overwrite=True to replace it, or out to another folder"
-    for check in (refuse_older_run, lambda given: locked_folder(given).__enter__()):
-        with pytest.raises(ConfigError, match=rf"out=.* holds a run \(.*{name.split('/')[0][:5]}.*\): {ways}"):
-            check(config)
+    with pytest.raises(ConfigError, match=rf"out=.* holds a run \(.*{name.split('/')[0][:5]}.*\): {ways}"):
+        locked_folder(config).__enter__()
     for way in ("resume", "overwrite"):
         setattr(config, way, True)
         with locked_folder(config):
@@ -333,9 +296,7 @@ def test_a_model_in_the_folder_is_not_to_be_removed(config: GRPOConfig, tmp_path
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_older_run_is_forgotten_not_before_the_first_step(
-    config: GRPOConfig, tmp_path: Path, overwrite: bool
-) -> None:
+def test_an_older_run_is_forgotten_by_the_first_step(config: GRPOConfig, tmp_path: Path, overwrite: bool) -> None:
     folder = tmp_path / "run"
     for name in ("checkpoints/step-000000000002", "start-0000001d", "start-0000003e", "model"):
         (folder / name).mkdir(parents=True)
@@ -373,11 +334,3 @@ def test_a_file_that_no_run_has_written_is_not_replaced(config: GRPOConfig, tmp_
     written = r"out=.*run holds config.yaml, which no run has written .*: rename it, or"
     with pytest.raises(ConfigError, match=written), locked_folder(config):
         pass
-
-
-def test_a_record_continues_from_a_step(config: GRPOConfig, tmp_path: Path) -> None:
-    config.resume = True
-    for step in range(3):
-        open_record(config, step, None).add({"step": step})
-    assert [row["step"] for row in open_record(config, 2, None).rows] == [0, 1]
-    assert (tmp_path / "run" / "config.yaml").exists()

@@ -1,7 +1,8 @@
-"""Adapters from the registered model to fake replicas: what is sent, what the report says, and what is refused."""
+"""Adapters: what peft would save is what is sent to replicas; those that vLLM would not compute with are refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,101 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from support.weights import Connect, Fleet, always, weights
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from support.adapters import takes_adapters
+from support.weights import Connect, Fleet, weights
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules.policies.unstack import model_metadata
-from torchrl_moe.store import WeightStoreReader, copy_adapter
+from torchrl_moe.store import WeightStoreReader
+from torchrl_moe.store.reader import ADAPTER_FILES
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import AdapterPublisher, Published
-from torchrl_moe.weight_update.source import adapter_files
+from torchrl_moe.weight_update.source import adapter_files, check_adapter
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))
 
 
+def tuned(name: str = "default", **config: Any) -> Any:
+    config = {"r": 2, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False, **config}
+    return peft.get_peft_model(make_tiny_moe("qwen3_moe"), peft.LoraConfig(**config), adapter_name=name)
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_the_files_are_those_that_peft_saves(tmp_path: Path, name: str) -> None:
+    model = tuned(name)
+    check_adapter(model)
+    model.save_pretrained(tmp_path)
+    saved = tmp_path if name == "default" else tmp_path / name  # where peft puts one of another name
+    files = adapter_files(model)
+    assert tuple(files) == ADAPTER_FILES
+    config, written = json.loads(files[ADAPTER_FILES[0]]), json.loads((saved / ADAPTER_FILES[0]).read_bytes())
+    said = {"inference_mode": True, "auto_mapping": written["auto_mapping"]}  # to who trains it, or looks for its model
+    assert {**config, **said} == written
+    ours, theirs = (
+        safetensors.torch.load(files[ADAPTER_FILES[1]]),
+        safetensors.torch.load_file(saved / ADAPTER_FILES[1]),
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@takes_adapters
+def test_a_transformers_model_with_an_adapter_gives_the_same() -> None:
+    model, wrapped = make_tiny_moe("qwen3_moe"), tuned()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    check_adapter(model)
+    ours, theirs = (safetensors.torch.load(adapter_files(each)[ADAPTER_FILES[1]]) for each in (model, wrapped))
+    assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
+
+
+def two_active() -> Any:
+    model = tuned()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def of_another_kind() -> Any:
+    return peft.get_peft_model(make_tiny_moe("qwen3_moe"), peft.LoHaConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: make_tiny_moe("qwen3_moe"), ValueError, "sends the adapter of a peft model, got Qwen3MoeForCausalLM"),
+        (lambda: nn.Linear(1, 1), ValueError, "got Linear without one: wrap it with peft.get_peft_model"),
+        (two_active, ValueError, "sends one adapter, and 2 are active: default, second"),
+        (of_another_kind, ValueError, "adapter 'default' is LOHA, vLLM knows LoRA only"),
+        (lambda: tuned(rank_pattern={"q_proj": 4}), ValueError, "has rank_pattern, which vLLM's LoRA leaves out"),
+        (lambda: tuned(alpha_pattern={"q_proj": 4}), ValueError, "has alpha_pattern"),
+        (lambda: tuned(modules_to_save=["lm_head"]), ValueError, "has modules_to_save"),
+        (lambda: tuned(init_lora_weights="pissa"), ValueError, "init_lora_weights='pissa' changed the base weights"),
+        (lambda: tuned(use_dora=True), TypeError, "not a plain sum of weights"),
+        (lambda: tuned(lora_bias=True), TypeError, "not a plain sum of weights"),
+    ],
+)
+def test_what_vllm_would_not_compute_is_refused(make: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        check_adapter(make())
+
+
+def test_a_sharded_model_is_refused() -> None:
+    class Sharded(nn.Parameter):
+        def full_tensor(self) -> None: ...
+
+    model = tuned()
+    model.base_model.model.lm_head.weight = Sharded(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"sharded \(FSDP2\)"):
+        check_adapter(model)
+
+
+# -- to replicas -----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def model() -> Any:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(make_tiny_moe("qwen3_moe"), config)
+    return tuned()
 
 
 def adapter(model: nn.Module) -> dict[str, Tensor]:
@@ -60,32 +137,19 @@ def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(fleet:
     assert WeightStoreReader(sender.options.store.folder).versions() == [2, 3]  # keep_versions
 
 
-def test_steps_by_themselves_and_another_model_work_too(fleet: Fleet, model: Any) -> None:
-    engine, sender = fleet(1, expected=KINDS, lora="adapter")
-    version = sender.publish(model, wait=False)
+def test_steps_by_themselves_and_another_model_work_too_and_a_restarted_replica_gets_the_newest(
+    fleet: Fleet, model: Any
+) -> None:
+    engine, sender = fleet(2, expected=KINDS, lora="adapter")
+    version, before = sender.publish(model, wait=False), adapter(model)
     train(model)  # it was written at once
     assert sender.wait_published() == version == 1
-    assert sender.apply(version).failed == {}
-    assert not same(engine.fakes[0].weights, adapter(model))
+    assert (sender.apply(version).failed, same(engine.fakes[0].weights, before)) == ({}, True)
     sender.apply(sender.publish(model))
-    assert same(engine.fakes[0].weights, adapter(model))
-
-
-def test_a_restarted_replica_gets_the_newest_adapter(fleet: Fleet, model: Any) -> None:
-    engine, sender = fleet(2, expected=KINDS, lora="adapter")
-    sender.register_model(model)
-    sender.update_weights()
-    new = engine.restart(1)
+    engine.restart(1)
     sender.bring(1)
-    assert same(new.weights, adapter(model))
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
-
-
-def test_an_engine_without_lora_says_so_at_once(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    engine.fakes[0].fail["init_weights"] = always(ValueError("pass enable_lora=True"))
-    with pytest.raises(ValueError, match="pass enable_lora=True"):
-        connect(engine, lora="adapter")
+    assert all(same(fake.weights, adapter(model)) for fake in engine.fakes)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
 
 
 def test_what_has_no_adapter_is_refused(connect: Connect) -> None:
@@ -123,42 +187,30 @@ def test_a_base_that_is_stored_in_another_way_is_no_matter(fleet: Fleet, model: 
     assert sender.update_weights().failed == {}
 
 
-def test_of_several_trainers_only_the_first_writes(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_trainers_the_first_writes_and_one_with_an_engine_of_its_own(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
     store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
-    writer, other = (AdapterPublisher(store, SourceOptions(lora="adapter"), False) for _ in range(2))
-    writer.register(model)
-    assert writer.publish(None, lambda: 3) == Published(version=3, manifest=None)
-    assert not (tmp_path / "store").exists()
-    for each in (writer, other):
-        each.expect(KINDS, None)  # one with an engine of its own
-    assert (writer.newest(), other.newest()) == (-1, -1)
-    assert writer.publish(None, lambda: 3).manifest is not None
-    assert other.newest() == 3  # from which it would count on
-    with pytest.raises(WeightSyncError, match="one trainer per folder"):
-        other.publish(model, lambda: 4)
-    writer.close()
-    writer.close()
-    assert other.publish(model, lambda: 4).manifest is not None
-
-
-@pytest.mark.parametrize("other_sender", [False, True])
-def test_an_older_adapter_is_published_again_under_a_new_number(tmp_path: Path, model: Any, other_sender: bool) -> None:
-    store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
     publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), False)
-    first, before = publisher.publish(model, lambda: 1), adapter_files(model)
+    publisher.register(model)
+    assert publisher.publish(None, lambda: 3) == Published(version=3, manifest=None)
+    assert not (tmp_path / "store").exists()
+    publisher.expect(KINDS, None)
+    assert publisher.publish(None, lambda: 3).manifest is not None
+    assert publisher.newest() == 3  # from which another one would count on
+
+
+def test_an_older_adapter_comes_back_under_a_new_number(fleet: Fleet, model: Any) -> None:
+    engine, sender = fleet(1, expected=KINDS, lora="adapter")
+    sender.register_model(model)
+    sender.update_weights()
+    before = adapter(model)
     train(model)
-    publisher.publish(model, lambda: 2)
-    if other_sender:
-        publisher.close()
-        publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), False)
-    again = publisher.republish(1, lambda: 3)
-    assert again.manifest is not None
-    assert first.manifest is not None
-    assert (again.version, again.manifest.digest) == (3, first.manifest.digest)
-    publisher.publish(model, lambda: 4)
-    (tmp_path / "copy").mkdir()
-    copy_adapter(store.folder, 3, tmp_path / "copy")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == before
-    with pytest.raises(ManifestMismatch, match="version 9 is not there"):
-        publisher.republish(9, lambda: 10)
+    sender.update_weights()
+    assert not same(engine.fakes[0].weights, before)
+    report = sender.rollback(1)
+    assert (report.version, report.failed, same(engine.fakes[0].weights, before)) == (3, {}, True)
+    for gone in (1, 9):  # of the past, of the future
+        with pytest.raises(ManifestMismatch, match=rf"version {gone} is not there, only \[2, 3\]"):
+            sender.rollback(gone)

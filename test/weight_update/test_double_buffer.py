@@ -12,14 +12,13 @@ from tensordict import TensorDict
 from torchrl.weight_update.llm import VLLMDoubleBufferSyncScheme as TorchRLScheme
 from torchrl.weight_update.llm import VLLMDoubleBufferTransport as TorchRLTransport
 
-from support.weights import always, value_in, weights
+from support.weights import always, value_in, values, weights
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
 from torchrl_moe.weight_update import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferTransport,
-    VLLMDoubleBufferWeightReceiver,
     VLLMWeightSyncScheme,
     get_model_metadata,
 )
@@ -50,13 +49,21 @@ def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "weights" / "STABLE").exists()  # the folder is the user's
 
 
-def test_their_meaning_is_torchrls(tmp_path: Path) -> None:
-    theirs, ours = (kind(str(tmp_path), str(tmp_path / "x"), 3) for kind in (TorchRLScheme, VLLMDoubleBufferSyncScheme))
+def test_arguments_mean_what_torchrls_do_and_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
+    folder, seen_as = tmp_path / "trainer", tmp_path / "mounted"
+    theirs, ours = (kind(str(folder), str(seen_as), 3) for kind in (TorchRLScheme, VLLMDoubleBufferSyncScheme))
     for name in ("remote_addr", "local_addr", "num_threads"):
         assert getattr(ours, name) == getattr(theirs, name)
-    assert (ours.options.store.folder, ours.options.store.seen_as) == (tmp_path, tmp_path / "x")
-    assert ours.options.staging.threads == 3
-    assert isinstance(ours, VLLMWeightSyncScheme)
+    assert (ours.options.staging.threads, isinstance(ours, VLLMWeightSyncScheme)) == (3, True)
+    engine = FakeFleet(1)
+    receiver = ours.create_receiver(engine)
+    assert receiver.poll_and_apply() is False  # nothing was published
+    folder.mkdir()
+    seen_as.symlink_to(folder)
+    ours.create_sender().publish(weights(3))
+    assert receiver.poll_and_apply()
+    assert engine.fakes[0].reader is not None
+    assert (engine.fakes[0].reader.folder, value_in(engine, 0)) == (seen_as, 3.0)
 
 
 def test_the_transport_writes_and_reads_as_torchrls_does(tmp_path: Path) -> None:
@@ -96,19 +103,8 @@ def test_what_was_received_can_be_applied_if_it_is_the_newest(tmp_path: Path) ->
     transport.shutdown()
 
 
-def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "mounted").symlink_to(tmp_path / "trainer")
-    engine = FakeFleet(1)
-    scheme = VLLMDoubleBufferSyncScheme(tmp_path / "trainer", tmp_path / "mounted")
-    scheme.create_sender().publish(weights(3))
-    assert scheme.create_receiver(engine).poll_and_apply()
-    assert engine.fakes[0].reader is not None
-    assert (engine.fakes[0].reader.folder, value_in(engine, 0)) == (tmp_path / "mounted", 3.0)
-
-
-def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(tmp_path: Path) -> None:
-    engine, scheme = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path)
+def test_a_restarted_replica_is_brought_to_the_newest_version_that_can_be_read(tmp_path: Path) -> None:
+    engine, scheme = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path / "weights")
     sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
     assert engine.weight_sync == receiver.bring
     engine.restart(0)
@@ -121,31 +117,23 @@ def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(t
     with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 2: not now"):
         receiver.bring(1)
     receiver.bring(1)
-    assert (engine.states, value_in(engine, 0), value_in(engine, 1)) == (["SERVING"] * 2, 1.0, 2.0)
-    sender.shutdown()
-
-
-def test_a_restarted_replica_is_not_lost_to_a_version_that_none_can_read(tmp_path: Path) -> None:
-    engine, scheme = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path / "weights")
-    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
-    sender.publish(weights(1))
-    receiver.poll_and_apply()
-    sender.publish({**weights(2), "a": torch.zeros(3, 3)})  # this sender knows no engine
+    assert (engine.states, values(engine)) == (["SERVING"] * 2, [1.0, 2.0])
+    sender.publish({**weights(3), "a": torch.zeros(3, 3)})  # this sender knows no engine
     engine.restart(1)
-    with pytest.raises(WeightSyncError, match=r"replica 1 was not brought to version 2: .*a has shape \[3, 3\]"):
+    with pytest.raises(WeightSyncError, match=r"replica 1 was not brought to version 3: .*a has shape \[3, 3\]"):
         receiver.bring(1)
     receiver.bring(1)
-    assert (engine.states, value_in(engine, 1)) == (["SERVING"] * 2, 1.0)
-    sender.publish(weights(3))
+    assert (engine.states, values(engine)) == (["SERVING"] * 2, [1.0, 2.0])
+    sender.publish(weights(4))
     receiver.poll_and_apply()
-    assert [value_in(engine, index) for index in range(2)] == [3.0, 3.0]
+    assert values(engine) == [4.0, 4.0]
     shutil.rmtree(tmp_path / "weights")
     engine.restart(1)
     with pytest.raises(WeightSyncError, match="has no version any more: send the weights again"):
         receiver.bring(1)  # and not the checkpoint's beside the other's
-    sender.publish(weights(4))
+    sender.publish(weights(5))
     receiver.bring(1)
-    assert value_in(engine, 1) == 4.0
+    assert value_in(engine, 1) == 5.0
     sender.shutdown()
 
 
@@ -168,12 +156,8 @@ def test_a_trainer_that_was_restarted_counts_on_from_its_directory(tmp_path: Pat
         sender.wait_published()
         sender.shutdown()
         assert receiver.poll_and_apply()
-        assert [value_in(engine, index) for index in (0, 1)] == [number] * 2
+        assert values(engine) == [number] * 2
     assert engine.versions == [3, 3]
-
-
-def test_before_anything_was_published_there_is_nothing_to_apply(tmp_path: Path) -> None:
-    assert receiver_of(tmp_path / "none", FakeFleet(1)).poll_and_apply() is False
 
 
 def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tmp_path: Path) -> None:
@@ -199,7 +183,9 @@ def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tm
         (lambda folder: VLLMDoubleBufferSyncScheme(folder, num_threads=0), "num_threads must be at least 1, got 0"),
         (lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver("x"), "vllm_engine must be an AsyncVLLM"),
         (
-            lambda folder: receiver_of(folder, FakeFleet(1)).apply_weights(inplace=False),
+            lambda folder: (
+                VLLMDoubleBufferSyncScheme(folder).create_receiver(FakeFleet(1)).apply_weights(inplace=False)
+            ),
             r"apply_weights\(inplace=False\): the engine's weights are replaced in place",
         ),
         (
@@ -211,7 +197,3 @@ def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tm
 def test_a_bad_argument_is_refused(build: Callable[[Path], object], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         build(tmp_path)
-
-
-def receiver_of(folder: Path, engine: FakeFleet) -> VLLMDoubleBufferWeightReceiver:
-    return VLLMDoubleBufferSyncScheme(folder).create_receiver(engine)

@@ -27,6 +27,10 @@ def test_both_sides_of_torchrls_script_in_two_processes_run(connect: Connect) ->
     assert receiver.poll_and_apply(timeout=0.1) is True
     assert receiver.poll_and_apply() is False
     assert receiver.version == 1
+    with pytest.raises(ValueError, match=r"applies no weights: .* Call sender.update_weights\(weights\)"):
+        receiver.apply_weights(weights())
+    with pytest.raises(ValueError, match="inplace=True"):
+        receiver.apply_weights(inplace=False)
 
 
 def test_what_does_not_fit_is_said_before_the_sender_comes() -> None:
@@ -39,17 +43,6 @@ def test_what_does_not_fit_is_said_before_the_sender_comes() -> None:
     with pytest.raises(ValueError, match="num_replicas=3, but the engine has 2"):
         VLLMWeightSyncScheme(num_replicas=3).create_receiver(engine).init_all_workers_group()
     VLLMWeightSyncScheme(lora="adapter").create_receiver(engine).init_all_workers_group({"lora": EXPECTED["a"]})
-
-
-def test_it_applies_nothing_by_itself() -> None:
-    receiver = VLLMWeightSyncScheme().create_receiver(FakeFleet(1))
-    with pytest.raises(ValueError, match=r"applies no weights: .* Call sender.update_weights\(weights\)"):
-        receiver.apply_weights(weights())
-    with pytest.raises(ValueError, match="inplace=True"):
-        receiver.apply_weights(inplace=False)
-
-
-def test_only_an_engine_of_ours_has_one() -> None:
     words = "must be an AsyncVLLM, got SimpleNamespace: pass what torchrl_moe.modules.AsyncVLLM.from_pretrained"
     with pytest.raises(ValueError, match=words):
         VLLMWeightSyncScheme().create_receiver(SimpleNamespace(actors=[]))

@@ -1,4 +1,4 @@
-"""The choices of a weight sync: what is accepted, what is refused and why, and whose folder it is."""
+"""The choices of a weight sync: what is refused and why, what follows from them, whose folder it is, and the canary."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import inspect
 import os
 import pickle
 import re
-import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -19,10 +17,10 @@ import torch
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.llm import VLLMWeightSyncScheme as TorchRLScheme
 
-from support.weights import value_in, weights
 from torchrl_moe.store.folder import WriterLock, is_in_memory
-from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
+from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.options import SwapOptions, canary_of
 from torchrl_moe.weight_update.scheme import _remove_orphans
 
 GLOO = {"transport": "gloo"}
@@ -90,23 +88,14 @@ def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], word
 def test_it_is_torchrls_scheme_with_its_arguments_in_their_places() -> None:
     theirs = list(inspect.signature(TorchRLScheme).parameters)
     assert list(inspect.signature(VLLMWeightSyncScheme).parameters)[: len(theirs)] == theirs
-    scheme = VLLMWeightSyncScheme("10.0.0.1", 29500, 2, 3, "state_dict", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # TorchRL's own calls its state_dict strategy experimental
+        scheme = VLLMWeightSyncScheme("10.0.0.1", 29500, 2, 3, "state_dict", 1)
     assert isinstance(scheme, WeightSyncScheme)
     assert (scheme.strategy.extract_as, scheme.options.num_replicas) == ("state_dict", 3)
     options = scheme.options.collective
     assert (options.master_address, options.master_port, options.gpus_per_replica) == ("10.0.0.1", 29500, 2)
     assert (options.device, options.torch_device) == (1, torch.device("cuda:1"))  # TorchRL's way to name it
-
-
-def test_what_torchrls_script_gives_is_taken_by_the_transport_without_a_group() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # TorchRL's own calls its state_dict strategy experimental
-        scheme = VLLMWeightSyncScheme("127.0.0.1", 29500, 1, num_replicas=2, strategy="state_dict")
-    sender, engine = scheme.create_sender(), FakeFleet(2)
-    sender.init_all_workers_group(model_metadata=EXPECTED, vllm_engine=engine)
-    sender.update_weights(weights(3))
-    assert value_in(engine, 1) == 3.0
-    sender.shutdown()
 
 
 @pytest.mark.parametrize("side", ["init_on_sender", "init_on_receiver"])
@@ -145,21 +134,9 @@ def test_its_own_folder_goes_at_shutdown_and_a_given_one_stays(tmp_path: Path) -
         scheme.shutdown()
     assert not own.folder.exists()
     assert (tmp_path / "store").is_dir()
-
-
-def test_a_scheme_that_is_forgotten_leaves_no_memory_behind() -> None:
-    folder = VLLMWeightSyncScheme().folder
+    forgotten = VLLMWeightSyncScheme().folder
     gc.collect()
-    assert not folder.exists()
-
-
-@pytest.mark.soak
-def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
-    script = (
-        "from torchrl_moe.weight_update import VLLMWeightSyncScheme as S; s = S(); print(s.folder, s.folder.is_dir())"
-    )
-    folder, existed = subprocess.check_output([sys.executable, "-c", script], text=True).split()
-    assert (existed, Path(folder).exists()) == ("True", False)
+    assert not forgotten.exists()
 
 
 def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
@@ -184,20 +161,13 @@ def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
 
 
 def test_a_refused_scheme_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []  # by this process: others make some in the same place meanwhile
-    make = tempfile.mkdtemp
-
-    def noted(*args: Any, **kwargs: Any) -> str:
-        folder = make(*args, **kwargs)
-        made.append(Path(folder))
-        return folder
-
-    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+    make, made = tempfile.mkdtemp, []  # by this process: others make some in the same place meanwhile
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *args, **kwargs: made.append(make(*args, **kwargs)) or made[-1])
+    VLLMWeightSyncScheme().shutdown()  # one that is not refused makes its folder in this way
+    assert len(made) == 1
     with pytest.raises(ValueError, match="keep_versions must be an integer of at least 2"):
         VLLMWeightSyncScheme(keep_versions=1)
-    assert not [folder for folder in made if folder.exists()]
-    VLLMWeightSyncScheme().shutdown()  # one that is not refused makes its folder in this way
-    assert made
+    assert not [folder for folder in made if Path(folder).exists()]
 
 
 def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: Path) -> None:
@@ -206,3 +176,69 @@ def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: P
     assert [scheme.options.store.delta for scheme in (own, disk, gloo)] == [False, not is_in_memory(tmp_path), False]
     own.shutdown()
     assert VLLMWeightSyncScheme(folder="/dev/shm/a/b", delta=True).options.store.delta
+
+
+@pytest.mark.parametrize(
+    ("choices", "replicas", "hold", "serve"),
+    [
+        ({}, 1, 1, 0),
+        ({}, 2, 1, 1),
+        ({}, 4, 3, 3),
+        ({"rolling": 3}, 4, 3, 1),
+        ({"rolling": 9}, 4, 3, 0),
+        ({"min_serving": 4}, 4, 4, 3),  # one may always be away
+        ({"min_serving": 2, "rolling": 4}, 4, 2, 2),
+        ({"min_serving": 0}, 4, 0, 0),
+        ({}, 10, 9, 9),
+        ({}, 64, 57, 58),  # nine tenths hold it, a tenth is away
+        ({}, 1024, 921, 922),
+        ({"rolling": 0.5, "min_serving": 0.25}, 8, 2, 2),
+        ({"rolling": 0.5}, 8, 7, 4),
+        ({"rolling": 0.01}, 8, 7, 7),  # one at least
+        ({"min_serving": 1.0}, 8, 8, 7),
+        ({"min_serving": 0.7}, 10, 7, 7),  # not 6, as floor(0.7 * 10) would be if 0.7 were a little less
+    ],
+)
+def test_how_many_must_hold_a_version_and_how_many_must_serve_meanwhile(
+    choices: dict[str, Any], replicas: int, hold: int, serve: int
+) -> None:
+    options = SwapOptions(**choices)
+    assert (options.must_hold(replicas), options.must_serve(replicas)) == (hold, serve)
+
+
+def test_log_probs_are_those_of_the_prompts_own_tokens() -> None:
+    model = make_tiny_moe("mixtral")
+    canary = canary_of(model)
+    ids = canary["token_ids"]
+    assert (len(ids), len(set(ids))) == (16, 16)
+    assert all(type(value) is float for value in canary["log_probs"])
+    with torch.no_grad():
+        table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = [table[position, ids[position + 1]].item() for position in range(15)]
+    assert canary["log_probs"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_model_is_evaluated_and_left_as_it_was() -> None:
+    model = make_tiny_moe("mixtral").train()
+    model.model.layers[0].eval()
+    dropout = torch.nn.Dropout(0.5)
+    model.lm_head = torch.nn.Sequential(dropout, model.lm_head)
+    assert canary_of(model)["log_probs"] == canary_of(model)["log_probs"]
+    assert model.training
+    assert dropout.training
+    assert not model.model.layers[0].training
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "tolerance"),
+    [
+        (torch.float32, None, 1e-3),
+        (torch.float32, torch.float32, 1e-3),
+        (torch.float32, torch.bfloat16, 1.0),
+        (torch.bfloat16, torch.float32, 1.0),
+    ],
+)
+def test_the_coarser_dtype_sets_the_tolerance(
+    trainer: torch.dtype, engine: torch.dtype | None, tolerance: float
+) -> None:
+    assert canary_of(make_tiny_moe(dtype=trainer), engine)["tolerance"] == tolerance

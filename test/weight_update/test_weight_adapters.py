@@ -11,11 +11,9 @@ import torch
 from support.engines import ADAPTED, EngineShelf
 from support.reference import TOLERANCE, Reference
 from support.waiting import until
-from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 
@@ -81,51 +79,6 @@ def test_an_engine_computes_with_each_adapter_what_peft_does(engine: AsyncVLLM, 
     until(lambda: len(loaded(engine)) == 1, 30.0, look_every=0.05)
     sender.shutdown()
     assert reference.distance(ask(engine)) <= TOLERANCE  # it stays when its store is gone
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-@pytest.mark.usefixtures("one_thread")
-def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    reference, model = tune(shelf)
-    sender = connect(engine, model)
-    version = sender.update_weights().version
-    answers: list[Completion] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
-    asking.start()
-    while not engine.replica_table[0].replica.call(Engine.stats, 30.0).running:
-        assert asking.is_alive()
-    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    train(model)
-    sender.update_weights()
-    assert asking.is_alive()  # nothing waited for it
-    after = ask(engine)
-    asking.join(60.0)
-    assert reference.distance(after) <= TOLERANCE
-    assert set(after.outputs[0].policy_versions.tolist()) == {version + 1}
-    assert reference.distance(answers[0]) > 100 * TOLERANCE
-    model.load_state_dict(old)
-    assert reference.distance(answers[0]) <= TOLERANCE
-    assert set(answers[0].outputs[0].policy_versions.tolist()) == {version}
-    sender.shutdown()
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: AsyncVLLM) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    before = engine.replica_table[0].version
-    for config, words in (
-        ({"r": 16, "target_modules": ["q_proj"]}, "LoRA rank 16 is greater than max_lora_rank 8"),
-        ({"r": 4, "target_modules": ["q_proj", "lm_head"]}, "lm_head"),
-        ({"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "experts"),
-    ):
-        sender = connect(engine, get_peft_model(make_tiny_moe("qwen3_moe"), LoraConfig(**config)))
-        with pytest.raises(WeightSyncError, match=words) as caught:
-            sender.update_weights()
-        print(caught.value)
-        sender.shutdown()
-    assert engine.replica_table[0].version == before
-    assert ask(engine).outputs[0].finish_reason == "length"
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)

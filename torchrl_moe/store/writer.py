@@ -171,13 +171,13 @@ class WeightStoreWriter:
             ValueError: the new number is not higher.
             WeightSyncError: the folder has no room.
         """
-        if new <= old:
-            raise ValueError(f"version {old} can be published again only under a higher number, got {new}")
         self._check_held()
         try:
             found = read_header(version_path(self.folder, old))
         except FileNotFoundError:
             raise ManifestMismatch(f"version {old} is not there, only {sorted(version_paths(self.folder))}") from None
+        if new <= old:
+            raise ValueError(f"version {old} can be published again only under a higher number, got {new}")
         # a patch that changes nothing, of one that holds something: it does not matter how often it is published again
         base = old if found.base is None or found.extent else found.base
         nothing = (TensorEntry(e.name, e.dtype, e.shape, 0, e.digest, 0) for e in found.entries)

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,6 @@ from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 SECONDS = 240.0  # a busy machine starts a Ray actor slowly
-LONG_IDS = tuple([65] * 600)  # more than a vLLM of the tests takes
 
 
 @dataclass
@@ -99,31 +98,25 @@ def make_echo(kind: EngineKind) -> Any:
     return replica
 
 
-def kill_process(replica: Any) -> None:
-    os.kill(replica._child.process.pid, signal.SIGKILL)
+def killing(pid_of: Callable[[Any], int]) -> Callable[[Any], None]:
+    return lambda replica: os.kill(pid_of(replica), signal.SIGKILL)
 
 
-def kill_actor(replica: Any) -> None:
-    os.kill(pids(replica)[0], signal.SIGKILL)
-
-
-def kill_engine_of_actor(replica: Any) -> None:
-    os.kill(pids(replica)[1], signal.SIGKILL)
-
-
+kill_process = killing(lambda replica: replica._child.process.pid)
 KINDS = {
     "fake": Kind(make_fake, FakeReplica.die),
     "local": Kind(make_local, kill_process),
-    "ray": Kind(make_ray, kill_actor),
-    "ray engine": Kind(make_ray, kill_engine_of_actor),
+    "ray": Kind(make_ray, killing(lambda replica: pids(replica)[0])),
+    "ray engine": Kind(make_ray, killing(lambda replica: pids(replica)[1])),
 }
 REAL = Kind(
     make=lambda: None,
     kill=lambda replica: None,
     quick={"max_tokens": 3, "ignore_eos": True},
     slow={"max_tokens": 200, "ignore_eos": True},
-    refused=ids_request("bad", LONG_IDS, sampling_params={"max_tokens": 3}),
+    refused=ids_request("bad", [65] * 600, sampling_params={"max_tokens": 3}),  # more than a vLLM of the tests takes
 )
+RAY, ENGINE = pytest.mark.ray, pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
@@ -137,40 +130,26 @@ def lasting() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(
     params=[
-        "fake",
-        "local",
-        "echo",
-        pytest.param("ray", marks=pytest.mark.ray),
-        pytest.param("ray vllm", marks=[pytest.mark.ray, pytest.mark.engine]),
+        *("fake", "local", "echo"),
+        pytest.param("ray", marks=RAY),
+        pytest.param("ray vllm", marks=[RAY, ENGINE]),
     ]
 )
 def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replica, Kind]:
     """A replica that serves; leave it so."""
     name = request.param
-    if name == "echo":
-        if name not in lasting:
-            lasting[name] = make_echo(request.getfixturevalue("echo_kind"))
-            lasting[name].wait_ready(SECONDS)
-        return lasting[name], REAL
     if name == "ray vllm":
         return request.getfixturevalue("ray_pair").replica_table[0].replica, REAL
     if name == "ray":
         request.getfixturevalue("ray_cluster")
     if name not in lasting:
-        lasting[name] = KINDS[name].make()
+        is_echo = name == "echo"
+        lasting[name] = make_echo(request.getfixturevalue("echo_kind")) if is_echo else KINDS[name].make()
         lasting[name].wait_ready(SECONDS)
-    return lasting[name], KINDS[name]
+    return lasting[name], KINDS.get(name, REAL)
 
 
-@pytest.fixture(
-    params=[
-        "fake",
-        "local",
-        "echo",
-        pytest.param("ray", marks=pytest.mark.ray),
-        pytest.param("ray engine", marks=pytest.mark.ray),
-    ]
-)
+@pytest.fixture(params=["fake", "local", "echo", *(pytest.param(name, marks=RAY) for name in ("ray", "ray engine"))])
 def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     """A replica to be killed."""
     if "ray" in request.param:
@@ -203,38 +182,25 @@ def prompts(completions: list[Completion]) -> list[list[int]]:
     return [completion.prompt_token_ids.tolist() for completion in completions]
 
 
+def done(replica: Replica, *sent: Request) -> list[Completion]:
+    return [future.result(SECONDS) for future in replica.submit(list(sent))]
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
-
-
-def test_it_keeps_the_protocol_and_serves(one: tuple[Replica, Kind]) -> None:
-    replica, _ = one
+def test_each_request_has_one_completion_in_its_own_place(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
     assert isinstance(replica, Replica)
     assert replica.is_alive()
     assert replica.wait_ready(0.0) == replica.wait_ready(SECONDS)  # may be asked again
-
-
-def test_each_request_has_one_completion_in_its_own_place(one: tuple[Replica, Kind]) -> None:
-    replica, kind = one
-    sent = requests(20, kind.quick)
-    completions = [future.result(SECONDS) for future in replica.submit(sent)]
+    futures = replica.submit(sent := requests(20, kind.quick))
+    replica.call(Engine.set_seed, SECONDS, 5)  # which is taken while requests run
+    completions = [future.result(SECONDS) for future in futures]
     assert [completion.request_id for completion in completions] == [request.request_id for request in sent]
     assert prompts(completions) == [[65 + i, 66] for i in range(20)]
     assert all(len(completion.outputs) == 1 and completion.finished for completion in completions)
     assert {completion.outputs[0].finish_reason for completion in completions} <= {"stop", "length"}
     assert {completion.metrics.replica for completion in completions} == {replica.index}
     assert replica.submit([]) == []
-
-
-def test_threads_that_submit_at_once_get_each_its_own(one: tuple[Replica, Kind]) -> None:
-    replica, kind = one
-
-    def run(thread: int) -> list[str]:
-        sent = requests(15, kind.quick, f"t{thread}-")
-        return [future.result(SECONDS).request_id for future in replica.submit(sent)]
-
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(run, range(6)))
-    assert answers == [[f"t{thread}-{i}" for i in range(15)] for thread in range(6)]
 
 
 def test_a_request_that_is_refused_is_a_value_error_and_fails_alone(one: tuple[Replica, Kind]) -> None:
@@ -247,59 +213,50 @@ def test_a_request_that_is_refused_is_a_value_error_and_fails_alone(one: tuple[R
 
 def test_a_request_continues_from_what_it_resumes(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
-    (whole,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick, "whole")))
+    (whole,) = done(replica, *requests(1, kind.quick, "whole"))
     first = cut(replace(whole, prompt="AB"), 1, decode=lambda ids: "?")
     first.outputs[0].policy_versions = np.array([-5], np.int32)
     before = replica.call(Engine.stats, SECONDS).generated_tokens
-    (resumed, fresh) = replica.submit(
-        [ids_request("r0", (65, 66), sampling_params=kind.quick, resume=first), *requests(1, kind.quick, "fresh")]
-    )
-    completion = resumed.result(SECONDS)
+    resuming = ids_request("r0", (65, 66), sampling_params=kind.quick, resume=first)
+    completion, fresh = done(replica, resuming, *requests(1, kind.quick, "fresh"))
     (output,) = completion.outputs
     tokens = len(output.token_ids)
     assert (completion.request_id, completion.prompt, completion.prompt_token_ids.tolist()) == ("r0", "AB", [65, 66])
     assert output.token_ids[0] == whole.outputs[0].token_ids[0]
-    assert tokens > 1
-    assert len(output.policy_versions) == tokens
+    assert len(output.policy_versions) == tokens > 1
     assert output.policy_versions[0] == -5
     assert (output.policy_versions[1:] >= 0).all()
     assert output.finish_reason in {"stop", "length"}
     assert completion.metrics.replica == replica.index
-    others = len(fresh.result(SECONDS).outputs[0].token_ids)
-    assert replica.call(Engine.stats, SECONDS).generated_tokens - before == tokens - 1 + others
+    made = replica.call(Engine.stats, SECONDS).generated_tokens - before
+    assert made == tokens - 1 + len(fresh.outputs[0].token_ids)
 
 
 def test_a_request_follows_recorded_experts_or_the_reason_against_is_reported(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     info, ids = replica.wait_ready(SECONDS), (65, 66, 67, 68)
+
+    def asked(name: str, rows: Any = None) -> Request:
+        return ids_request(name, ids, sampling_params=kind.quick, routed_experts=rows)
+
     if info.forced_routing_unavailable_reason:
-        rows = np.full((1, 1, 1), -1, np.int8)
-        bad, good = replica.submit([ids_request("bad", ids, routed_experts=rows), *requests(1, kind.quick)])
-        with pytest.raises(
-            ValueError, match=f"cannot follow recorded experts: {info.forced_routing_unavailable_reason}"
-        ):
+        bad, good = replica.submit([asked("bad", np.full((1, 1, 1), -1, np.int8)), *requests(1, kind.quick)])
+        why = f"cannot follow recorded experts: {info.forced_routing_unavailable_reason}"
+        with pytest.raises(ValueError, match=why):
             bad.result(SECONDS)
         assert good.result(SECONDS).request_id == "r0"
         return
     layout = info.layout
     assert layout is not None
-    (plain,) = replica.submit([ids_request("plain", ids, sampling_params=kind.quick)])
-    own = plain.result(SECONDS).outputs[0].routed_experts
+    own = done(replica, asked("plain"))[0].outputs[0].routed_experts
     assert own is not None
     others = (own[:4].astype(np.int16) + 1) % layout.num_experts  # not what the model chooses
     others[:, layout.dense_layers] = -1
     others[0] = -1
-    followed, wrong = replica.submit(
-        [
-            ids_request("followed", ids, sampling_params=kind.quick, routed_experts=others),
-            ids_request("wrong", ids, sampling_params=kind.quick, routed_experts=others + layout.num_experts),
-        ]
-    )
-    rows = followed.result(SECONDS).outputs[0].routed_experts
+    followed, wrong = replica.submit([asked("followed", others), asked("wrong", others + layout.num_experts)])
+    rows, routed = followed.result(SECONDS).outputs[0].routed_experts, list(layout.moe_layers)
     assert rows is not None
-    assert rows.dtype == own.dtype
-    assert len(rows) == 4 + len(followed.result().outputs[0].token_ids) - 1
-    routed = list(layout.moe_layers)
+    assert (rows.dtype, len(rows)) == (own.dtype, 4 + len(followed.result().outputs[0].token_ids) - 1)
     assert np.array_equal(np.sort(rows[0, routed]), np.sort(own[0, routed]))
     assert np.array_equal(np.sort(rows[1:4, routed]), np.sort(others[1:, routed]))
     with pytest.raises(ValueError, match="routed_experts"):
@@ -331,8 +288,6 @@ def test_an_abort_cuts_those_it_names_and_no_other(one: tuple[Replica, Kind]) ->
 
 
 # -- pauses -----------------------------------------------------------------------------------------------------------
-
-
 def test_keep_freezes_what_runs_and_a_resume_finishes_it(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     with paused(replica):
@@ -341,21 +296,15 @@ def test_keep_freezes_what_runs_and_a_resume_finishes_it(one: tuple[Replica, Kin
     assert not any(future.result(SECONDS).aborted for future in futures)
 
 
-def test_abort_cuts_what_runs(one: tuple[Replica, Kind]) -> None:
+@pytest.mark.parametrize("heard", [True, False])
+def test_abort_cuts_what_runs_and_what_the_engine_is_still_taking_in(one: tuple[Replica, Kind], heard: bool) -> None:
     replica, kind = one
-    replica.call(Engine.pause, SECONDS, "keep", False)  # or all could be over before
+    if heard:
+        replica.call(Engine.pause, SECONDS, "keep", False)  # or all could be over before
     futures = replica.submit(requests(3, kind.slow))
-    replica.call(Engine.stats, SECONDS)  # the engine has heard of them
-    replica.call(Engine.resume, SECONDS)
-    with paused(replica, "abort"):
-        assert not wait_futures(futures, SECONDS).not_done
-    assert all(future.result().aborted for future in futures)
-    assert not replica.submit(requests(1, kind.quick))[0].result(SECONDS).aborted
-
-
-def test_abort_cuts_what_the_engine_is_still_taking_in(one: tuple[Replica, Kind]) -> None:
-    replica, kind = one
-    futures = replica.submit(requests(3, kind.slow))
+    if heard:
+        replica.call(Engine.stats, SECONDS)  # the engine has heard of them
+        replica.call(Engine.resume, SECONDS)
     with paused(replica, "abort"):
         assert not wait_futures(futures, SECONDS).not_done
         (later,) = replica.submit(requests(1, kind.quick, "later"))
@@ -393,15 +342,6 @@ def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Repl
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_seed_is_taken_while_requests_run(one: tuple[Replica, Kind]) -> None:
-    replica, kind = one
-    running = replica.submit(requests(4, kind.quick))
-    replica.call(Engine.set_seed, SECONDS, 5)
-    assert [len(future.result(SECONDS).outputs) for future in running] == [1] * 4
-
-
 def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
 
@@ -415,22 +355,20 @@ def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: t
 
 def test_stats_count_what_was_done(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
-    before = replica.call(Engine.stats, SECONDS)
-    (completion,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick)))
-    after = replica.call(Engine.stats, SECONDS)
+
+    def counts() -> Any:
+        stats = replica.call(Engine.stats, SECONDS)
+        return np.array([stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens])
+
+    before = counts()
+    (completion,) = done(replica, *requests(1, kind.quick))
     tokens = sum(len(output.token_ids) for output in completion.outputs)
     assert tokens > 0
-    assert after.requests - before.requests == 1
-    assert after.completions - before.completions == 1
-    assert after.prompt_tokens - before.prompt_tokens == 2
-    assert after.generated_tokens - before.generated_tokens == tokens
-    again = replica.call(Engine.stats, SECONDS)
-    assert (again.requests, again.generated_tokens) == (after.requests, after.generated_tokens)
+    for _ in range(2):
+        assert (counts() - before).tolist() == [1, 1, 2, tokens]
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def check_dead(replica: Any, kind: Kind, futures: list[Future[Completion]]) -> None:
     for future in futures:
         with pytest.raises(ReplicaDiedError, match=f"replica {replica.index}"):
@@ -458,9 +396,7 @@ def test_an_end_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind]
     replica.shutdown()  # it may be repeated
 
 
-def test_an_engine_whose_answer_has_a_field_of_another_type_is_lost_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_answer_has_a_wrong_type_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = echo_code().replace('text="",', "text=7,")
     assert wrong != echo_code()
     (tmp_path / "numbers_for_text.py").write_text(wrong)

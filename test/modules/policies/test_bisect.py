@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.engines import EngineShelf
@@ -22,22 +23,18 @@ from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 TOKENS = [72, 105, 44, 32, *range(100, 116)]
 LOW = 1e-5
 """More than the rounding of four layers in float32."""
-
-
-@pytest.fixture(scope="module")
-def traces() -> dict[str, EngineTrace]:
-    """What engines said, by family: each is asked once."""
-    return {}
+TRACES: dict[str, EngineTrace] = {}
+"""What engines said, by family: each is asked once."""
 
 
 @pytest.fixture
-def traced(engine: AsyncVLLM, shelf: EngineShelf, traces: dict[str, EngineTrace]) -> Callable[[str], Any]:
+def traced(engine: AsyncVLLM, shelf: EngineShelf) -> Callable[..., Any]:
     """The trace of a family's engine, and a model with the same weights."""
 
     def of(family: str, **changed: Any) -> tuple[EngineTrace, PreTrainedModel]:
-        if family not in traces:
-            traces[family] = EngineTrace.of(engine, TOKENS)
-        return traces[family], AutoModelForCausalLM.from_pretrained(shelf.folder(family), **changed)
+        if family not in TRACES:
+            TRACES[family] = EngineTrace.of(engine, TOKENS)
+        return TRACES[family], AutoModelForCausalLM.from_pretrained(shelf.folder(family), **changed)
 
     return of
 
@@ -47,24 +44,21 @@ DEEPSEEK = pytest.mark.engine("deepseek_v3")
 
 
 @QWEN
-def test_the_same_weights_agree_to_rounding(traced: Any, shelf: EngineShelf) -> None:
+def test_the_same_weights_agree_to_rounding(traced: Any) -> None:
     trace, model = traced("qwen3_moe")
     found = trace.against(model)
     assert found.first is None and found.dtypes == ("float32", "float32") and found.tokens == len(TOKENS)
     names = [one.name for one in found.operations]
     assert names[:3] == ["embed_tokens", "layers.0.input_layernorm", "layers.0.self_attn.q_norm"]
     assert names[-2:] == ["norm", "lm_head"] and "layers.0.experts chosen" not in names  # layer 0 is dense
-    assert names[names.index("layers.2.mlp.gate") :][:4] == [
-        "layers.2.mlp.gate", "layers.2.experts chosen", "layers.2.mlp", "layers.2",
-    ]  # fmt: skip
+    second = ["layers.2.mlp.gate", "layers.2.experts chosen", "layers.2.mlp", "layers.2"]
+    assert names[names.index(second[0]) :][:4] == second
     assert all(one.relative <= LOW for one in found.operations)
     assert (found.operations[0].equal, found.operations[0].relative) == (1.0, 0.0)
     assert found.first_inexact is not None and "agree to rounding" in found.verdict
     assert RouterReplay(model).layers == (1, 2, 3)  # it left the model as it was
-    # the figures are those of the tensors
-    logits = model(torch.tensor([TOKENS])).logits[0, -1:].detach()
-    apart = trace.outputs["lm_head"] - logits.numpy()
-    assert np.abs(apart).max() < 1e-4
+    logits = model(torch.tensor([TOKENS])).logits[0, -1:].detach()  # the figures are those of the tensors
+    assert np.abs(trace.outputs["lm_head"] - logits.numpy()).max() < 1e-4
 
 
 def scale(name: str, by: float = 1.5) -> Callable[[PreTrainedModel], None]:
@@ -167,11 +161,7 @@ def test_another_replica_and_a_request_that_fails_leave_no_hook(engine: AsyncVLL
 
 @QWEN
 def test_the_command(
-    engine: AsyncVLLM,
-    shelf: EngineShelf,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Any,
+    engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], tmp_path: Any
 ) -> None:
     monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda *_, **__: contextlib.nullcontext(engine))
     folder = str(shelf.folder("qwen3_moe"))
@@ -183,26 +173,3 @@ def test_the_command(
     model.save_pretrained(tmp_path)
     assert main(["bisect", folder, "--prompt", "and where here?", "--trainer", str(tmp_path)]) == 1
     assert "The first to differ is layers.2.mlp: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["./none"], "there is no folder './none'"),
-        (["tiny", "--trainer", "./none"], "there is no folder './none'"),
-        (["tiny", "--trainer", "tiny"], "--trainer tiny: that model is made on the spot"),
-        (["tiny", "--engine-arg", "x"], "write it as KEY=VALUE"),
-        (["qwen3_moe", "--trainer", "mixtral"], "is of another model: its model_type is mixtral, that of MODEL qwen3"),
-    ],
-)
-def test_bad_use_starts_no_engine(
-    arguments: list[str],
-    said: str,
-    shelf: EngineShelf,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
-    folders = {name: str(shelf.folder(name)) for name in ("qwen3_moe", "mixtral") if name in arguments}
-    assert main(["bisect", *(folders.get(one, one) for one in arguments)]) == 2
-    assert said in capsys.readouterr().err

@@ -1,8 +1,11 @@
-"""Log-probs of rollouts by an engine, as ``vLLMWrapper(generate=False)`` writes them: the fake one, and real vLLM."""
+"""Log-probs of rollouts by an engine, as ``vLLMWrapper(generate=False)`` writes them: the fake one, and real vLLM.
+
+At the end: full sequences of every kind, as tokens.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,11 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Text, Tokens
 from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
+from support.prompt_sources import TOKENIZER, source_of
+from torchrl_moe.data import KeptTokens
 from torchrl_moe.errors import ReplayError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences, refuse_other_tokens
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -56,12 +62,10 @@ def check(batch: TensorDictBase, bound: float = 1e-6) -> None:
 def test_scores_are_written_as_long_as_a_samples_tokens(pad: bool, fake: FakeAsyncVLLM) -> None:
     batch = rollout(fake, 3, 9, 1, pad=pad)
     before = set(batch.keys())
-    out = scorer(fake)(batch)
-    assert out is batch
+    assert scorer(fake)(batch) is batch
     assert set(batch.keys()) == before | {"old"}
     check(batch)
-    batch = rollout(fake, 1, 3)
-    out = scorer(fake, pad_output=True, inplace=False)(batch)
+    out = scorer(fake, pad_output=True, inplace=False)(rollout(fake, 1, 3))
     assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
     assert out["old", "full"][0, :2].eq(0).all()
     assert out["old"].padded is True
@@ -113,15 +117,16 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
 
 
 def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
-    batch = rollout(fake, 3, 5)
-    with pytest.raises(ValueError, match="is to be scored at 2"):
-        scorer(fake, temperature=2.0)(batch)
-    with pytest.raises(ValueError, match="are for generation"):
-        scorer(fake)(batch, max_new_tokens=3)
-    for row in batch.unbind(0):
+    batch, pads = rollout(fake, 3, 5), rollout(fake, 3, 5)
+    for row in pads.unbind(0):
         row["masks", "all_attention_mask"][:] = False
-    with pytest.raises(ValueError, match="sample 0 has no tokens but pads"):
-        scorer(fake)(batch)
+    for policy, given, call, message in (
+        (scorer(fake, temperature=2.0), batch, {}, "is to be scored at 2"),
+        (scorer(fake), batch, {"max_new_tokens": 3}, "are for generation"),
+        (scorer(fake), pads, {}, "sample 0 has no tokens but pads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy(given, **call)
 
 
 CHATS = History.from_chats(
@@ -145,10 +150,8 @@ def scored_ids(fake: FakeAsyncVLLM, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("mode", ["text", "history"])
-def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
-    mode: str, pad: bool, fake: FakeAsyncVLLM
-) -> None:
-    td = words(mode)
+def test_text_and_chats_are_encoded_and_written(mode: str, pad: bool, fake: FakeAsyncVLLM) -> None:
+    td, one = words(mode), words(mode)[0]
     policy = scorer(fake, input_mode=mode, log_probs_key="log_probs", pad_output=pad)
     own = ["history"] if mode == "history" else []
     assert (policy.in_keys, policy.out_keys) == ([(mode, "full")], ["text", "masks", "tokens", "log_probs", *own])
@@ -157,36 +160,26 @@ def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
     assert set(out.keys()) == set(policy.out_keys)
     asked = scored_ids(fake, 2)
     assert all(request.routed_experts is None for request in fake.replicas[0].submitted[-2:])
-    expected = fake.score(asked)
-    assert asked[0] == ([97, 98] if mode == "text" else rendered("hi", "ab"))
-    most = max(map(len, asked))
-    for i, (ids, scores) in enumerate(zip(asked, expected, strict=True)):
-        row, pads = out[i], most - len(ids) if pad else 0
+    assert asked == [TOKENIZER.encode(text) for text in TEXTS[mode]]
+    for i, (ids, scores) in enumerate(zip(asked, fake.score(asked), strict=True)):
+        row, pads = out[i], max(map(len, asked)) - len(ids) if pad else 0
         assert row["tokens", "full"].tolist() == [PAD] * pads + ids
         assert row["masks", "all_attention_mask"].tolist() == [False] * pads + [True] * len(ids)
         assert row["log_probs", "full"].tolist() == [0.0] * (pads + 1) + scores[1:].tolist()
         assert [row[key].padded for key in ("tokens", "masks", "log_probs")] == [pad] * 3
         assert [row["tokens"].get(leaf, None) for leaf in ("prompt", "response")] == [None, None]
         assert (row["text"].full, row["text"].response) == (TEXTS[mode][i], None)
-        if mode == "history":
+        spoken = row["masks"].get("all_assistant_mask", None)
+        assert (spoken is None) == (mode == "text")
+        if spoken is not None:
             assert row["history"].full.content == CHATS[i].content
-            spoken = row["masks", "all_assistant_mask"]
             assert bytes(i for i in row["tokens", "full"][spoken].tolist() if i < PAD).decode() == CHATS[i].content[1]
-        else:
-            assert row["masks"].get("all_assistant_mask", None) is None
     assert (type(out["tokens"]), type(out["log_probs"])) == (Tokens, LogProbs)
-    one = words(mode)[0]
-    assert policy(one) is one
-    assert one.batch_size == torch.Size([])
+    assert policy(one) is one and one.batch_size == torch.Size([])
     assert one["log_probs", "full"].shape == one["tokens", "full"].shape == (len(asked[0]),)
 
 
-PAD, START, END = 256, 257, 258
-
-
-def rendered(question: str, answer: str) -> list[int]:
-    turns = (START, *b"user\n", *question.encode(), END, *b"\n", START, *b"assistant\n", *answer.encode(), END, *b"\n")
-    return list(turns)
+PAD = 256
 
 
 TEXTS = {
@@ -232,8 +225,6 @@ def test_pads_of_tokens_without_masks_are_found(fake: FakeAsyncVLLM) -> None:
     assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
     assert out[0]["masks", "all_attention_mask"].tolist() == [False, False, True, True]
     assert out[0]["old", "full"].tolist() == [0, 0, 0, fake.score([7, 8])[1].item()]
-    policy(td.set("attention_mask", torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])))
-    assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6, PAD]]
     with pytest.raises(ValueError, match=r"sample 0: 'attention_mask' has shape \[3\] and \('tokens', 'full'\) \[4\]"):
         policy(td.set("attention_mask", torch.ones(2, 3)))
 
@@ -251,17 +242,95 @@ def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> N
 
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}])
-def test_engine_and_trainer_score_a_rollout_alike(
-    params: dict[str, Any], engine: AsyncVLLM, shelf: EngineShelf
-) -> None:
+def test_engine_and_trainer_score_alike(params: dict[str, Any], engine: AsyncVLLM, shelf: EngineShelf) -> None:
     batch = rollout(engine, 3, 40, 17, pad=True, **params)
     scorer(engine)(batch)
     check(batch, 1e-5)
-    actor = TransformersWrapper(model_of(shelf.folder("qwen3_moe")), replay="R3")
+    model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"), dtype=torch.float32)
     with torch.no_grad():
-        expected = actor.score(batch.copy(), entropy=False)[0]
+        expected = TransformersWrapper(model, replay="R3").score(batch.copy(), entropy=False)[0]
     torch.testing.assert_close(batch["old", "full"], expected, rtol=0, atol=1e-5)
 
 
-def model_of(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def one_chat(*turns: str) -> TensorDict:
+    roles = ["user", "assistant"] * len(turns)
+    chat = [{"role": role, "content": content} for role, content in zip(roles, turns, strict=False)]
+    return TensorDict(history=ChatHistory(full=History.from_chats([chat])), batch_size=[1])
+
+
+PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+TRIMMED = PLAIN.replace("m.content", "(m.content | trim)")
+ANSWERS = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "said"),
+    [
+        (PLAIN, ["yes or no?", "no"], "no"),  # not the question's "no"
+        (PLAIN, ["assistant:user", "user", "a", "r:a"], "userr:a"),
+        (TRIMMED, ["no? ", " no\n"], "no"),
+        (ANSWERS, ["hi", "yo"], "yo"),
+        (PLAIN, ["hi", ""], ""),
+    ],
+)
+def test_a_template_without_marks_shows_the_assistants_words(template: str, turns: list[str], said: str) -> None:
+    found = encode(one_chat(*turns), source_of("history", "full", chat_template=template))
+    (ids,), (mask,) = found.ids, found.assistant or []
+    assert TOKENIZER.decode(ids[mask]) == said
+    after = found.texts[0].index(";") + len(";assistant:")  # the first question ends before
+    assert not mask[:after].any()
+
+
+def test_words_that_a_template_changes_are_not_guessed_at() -> None:
+    thoughts = one_chat("hi", "<think>no</think>yo")
+    found = encode(thoughts, source_of("history", "full", chat_template=ANSWERS))
+    assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
+    found = encode(one_chat("hi", "yo"), source_of("history", "full", chat_template_name="qwen"))
+    assert found.texts[0].startswith("<|im_start|>system\nYou are a helpful assistant.")
+    assert TOKENIZER.decode(found.ids[0][found.assistant[0]]) == "yo"
+
+
+IDS = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize("own", [None, Tokens(full=torch.tensor([1, 2, 4]))])
+def test_words_are_known_of_the_sampled_tokens_alone(own: Any) -> None:
+    sample = TensorDict(sampling=TensorDict(temperature=torch.tensor(1.0)))
+    if own is not None:
+        sample["tokens"] = own
+    td = lazy_stack([sample])
+    refuse_other_tokens(td, "tokens", [IDS])
+    td[0]["sampling", "kept"] = KeptTokens(ids=torch.tensor([3]), sizes=torch.tensor([0, 0, 1]))
+    with pytest.raises(ValueError, match="sample 0 says which vocabulary entries"):
+        refuse_other_tokens(td, "tokens", [IDS])
+    td[0]["tokens"] = Tokens(full=IDS)
+    refuse_other_tokens(td, "tokens", [IDS])
+
+
+END = 258
+
+
+def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> list[int]:
+    sample = TensorDict(ids=torch.tensor(ids), **entries)
+    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=end)
+    given = source_of("tokens", input_key="ids", tokenizer=tokenizer if pad is not None else None)
+    (one,) = read_sequences([sample], given)
+    assert one.ids.tolist() == ids
+    return one.mask.int().tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "real", "if_it_ends_turns"),
+    [
+        ([PAD, PAD, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1]),
+        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]),  # the first one behind the tokens is real
+        ([PAD, PAD], [0, 0], [0, 0]),
+    ],
+)
+def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int], if_it_ends_turns: list[int]) -> None:
+    assert mask_of(ids, PAD) == real
+    assert mask_of(ids, PAD, end=PAD) == if_it_ends_turns
+    assert mask_of(ids, None) == [1] * len(ids)
+    masks = TensorDict(all_attention_mask=torch.arange(len(ids)) > 0)  # of the rollout: it comes first
+    given = {"attention_mask": torch.ones(len(ids) - 1)}
+    assert mask_of(ids, PAD, masks=masks, **given) == [0, *[1] * (len(ids) - 1)]

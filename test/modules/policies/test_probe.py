@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.modules.llm.policies import Tokens
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from support.engines import EngineShelf
 from support.html_table import TableReader
 from support.routes import random_routes
+from torchrl_moe.cli.main import main
 from torchrl_moe.errors import ReplayError
-from torchrl_moe.modules import RouterReplay, TransformersWrapper, probe_replay
-from torchrl_moe.modules.policies.probe import DtypeGap, Mismatch, ReplayProbe, dtype_gaps, gaps_table, router_advice
+from torchrl_moe.modules import AsyncVLLM, RouterReplay, TransformersWrapper, probe_replay
+from torchrl_moe.modules.policies.probe import (
+    Causes,
+    Mismatch,
+    ReplayProbe,
+    causes_of,
+    dtype_gaps,
+    gaps_table,
+    live_scores,
+    router_advice,
+)
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers
 from torchrl_moe.testing import make_tiny_moe
 
@@ -64,16 +81,14 @@ def padded(td: TensorDictBase) -> TensorDictBase:
 
 @pytest.mark.parametrize("layout", [lambda td: td, padded])
 @pytest.mark.parametrize("packed", [False, True])
-def test_replay_explains_what_the_live_router_cannot(
+def test_replay_explains_the_mismatch(
     actor: TransformersWrapper, engine: RouterReplay, layout: Any, packed: bool
 ) -> None:
-    td = layout(rollouts(engine))
-    probe = probe_replay(actor.get_new_version(pad_model_input=not packed), td)
+    probe = probe_replay(actor.get_new_version(pad_model_input=not packed), layout(rollouts(engine)))
     assert probe.tokens == len(PROMPTS) * ANSWER  # neither prompts nor pads
     assert probe.replay.maximum < 1e-5
     assert probe.replay.kl == pytest.approx(0, abs=1e-6)
-    assert probe.live.mean > 0.1
-    assert 0 < probe.live.mean < probe.live.p99 <= probe.live.maximum
+    assert 0.1 < probe.live.mean < probe.live.p99 <= probe.live.maximum
     assert probe.live.kl > 0
     assert probe.gain > 1e3
     assert probe.agreement < 0.05
@@ -89,26 +104,20 @@ def test_the_input_stays_as_it_was(actor: TransformersWrapper, engine: RouterRep
     td = rollouts(engine)
     with torch.no_grad():
         actor.score(td)
-    before, keys = td["routing", "agreement"].clone(), set(td.keys(True, True))
+    keys = set(td.keys(True, True))
     probe_replay(actor, td)
     assert set(td.keys(True, True)) == keys
-    assert before.isnan().all()
-    assert td["routing", "agreement"].isnan().all()
+    assert td["routing", "agreement"].isnan().all()  # as it was
     assert all(parameter.grad is None for parameter in actor.model.parameters())
 
 
-def test_quantiles_and_kl_by_hand() -> None:
+def test_quantiles_kl_and_gain_by_hand() -> None:
     gaps = torch.arange(101) / 100  # 0, 0.01 ... 1
     got = Mismatch.of(-2.0 + gaps * torch.tensor([1.0, -1.0]).repeat(51)[:101], torch.full((101,), -2.0))
-    assert got.mean == pytest.approx(0.5, abs=1e-6)
-    assert got.p99 == pytest.approx(0.99, abs=1e-6)
-    assert got.maximum == pytest.approx(1.0, abs=1e-6)
+    assert (got.mean, got.p99, got.maximum) == pytest.approx((0.5, 0.99, 1.0), abs=1e-6)
     # two tokens, one twice as likely to the trainer: (2 - 1 - ln 2) / 2
     got = Mismatch.of(torch.tensor([0.5, 0.3]).log(), torch.tensor([0.25, 0.3]).log())
     assert got.kl == pytest.approx((1 - 0.6931472) / 2, abs=1e-6)
-
-
-def test_the_gain_is_a_ratio_of_means() -> None:
     live, none = Mismatch(0.5, 1.0, 1.0, 0.1), Mismatch(0.0, 0.0, 0.0, 0.0)
     assert ReplayProbe(Mismatch(0.1, 0.0, 0.0, 0.0), live, 0.9, 10).gain == pytest.approx(5.0)
     assert ReplayProbe(none, live, 0.9, 10).gain > 1e9  # and no division by zero
@@ -116,24 +125,23 @@ def test_the_gain_is_a_ratio_of_means() -> None:
 
 
 def test_rollouts_without_log_probs_or_routes_are_refused(actor: TransformersWrapper, engine: RouterReplay) -> None:
-    td = rollouts(engine)
-    message = r"no log-probs of the engine at \('log_probs', 'full'\).*return_log_probs=True"
-    for replay in ("none", "R2"):
-        with pytest.raises(ValueError, match=f"needs an actor with replay='R3', got '{replay}'"):
-            probe_replay(actor.get_new_version(replay=replay), td)
-    with pytest.raises(ValueError, match=message):
-        probe_replay(actor, td.exclude("log_probs"))
-    with pytest.raises(ReplayError, match="return_routed_experts=True"):
-        probe_replay(actor, td.exclude("routed_experts"))
-    with pytest.raises(ValueError, match=r"batch size \[B\]"):
-        probe_replay(actor, td[0])
-    td[0]["log_probs", "full"] = td[0]["log_probs", "full"][1:]
-    with pytest.raises(ValueError, match="of sample 0 has 6 rows, its tokens are 7"):
-        probe_replay(actor, td)
-    for one in td.unbind(0):
-        one["log_probs", "full"] = torch.full((len(one["tokens", "full"]),), float("nan"))
-    with pytest.raises(ValueError, match=message):
-        probe_replay(actor, td)
+    td, silent = rollouts(engine), rollouts(engine)
+    for one in silent.unbind(0):
+        one["log_probs", "full"].fill_(float("nan"))
+    short = rollouts(engine)
+    short[0]["log_probs", "full"] = short[0]["log_probs", "full"][1:]
+    unsaid = r"no log-probs of the engine at \('log_probs', 'full'\).*return_log_probs=True"
+    for scorer, given, message in (
+        (actor.get_new_version(replay="none"), td, "needs an actor with replay='R3', got 'none'"),
+        (actor.get_new_version(replay="R2"), td, "needs an actor with replay='R3', got 'R2'"),
+        (actor, td.exclude("log_probs"), unsaid),
+        (actor, silent, unsaid),
+        (actor, td.exclude("routed_experts"), "return_routed_experts=True"),
+        (actor, td[0], r"batch size \[B\]"),
+        (actor, short, "of sample 0 has 6 rows, its tokens are 7"),
+    ):
+        with pytest.raises((ValueError, ReplayError), match=message):
+            probe_replay(scorer, given)
 
 
 def test_a_probe_is_printed_and_shown_as_a_table() -> None:
@@ -150,35 +158,29 @@ def test_a_probe_is_printed_and_shown_as_a_table() -> None:
     assert read.rows["tbody"][0] == ["mean", "0.04", "0.01"] and read.other == [title]
 
 
-# -- dtypes that differ -----------------------------------------------------------------------------------------------
-
-
 def kinds(dtype: torch.dtype, **others: torch.dtype) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Of a layer, with other dtypes of some parts, which their names contain."""
-    names = (
-        "lm_head.weight", "layers.0.norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.gate.weight",
-        "layers.1.mlp.gate.weight", "layers.0.mlp.gate.e_score_correction_bias",
-        "layers.0.mlp.experts.0.gate_proj.weight",
-    )  # fmt: skip
-    return {
-        name: (next((other for part, other in others.items() if part in name), dtype), torch.Size([2]))
-        for name in names
-    }
+    names = ["lm_head.weight", "layers.1.mlp.gate.weight"]
+    names += [f"layers.0.{name}" for name in ("norm.weight", "self_attn.q_proj.weight", "mlp.gate.weight")]
+    names += [f"layers.0.mlp.{name}" for name in ("gate.e_score_correction_bias", "experts.0.gate_proj.weight")]
+    given = {name: [other for part, other in others.items() if part in name] for name in names}
+    return {name: ((other or [dtype])[0], torch.Size([2])) for name, other in given.items()}
 
 
 def test_dtypes_that_differ_are_grouped_with_routers_first() -> None:
     engine = kinds(torch.bfloat16, correction=torch.float32)
     gaps = dtype_gaps(engine, {**kinds(torch.float32), "only.the.trainer": (torch.float32, torch.Size([1]))})
-    assert gaps == [
-        DtypeGap("routers", "bfloat16", "float32", ("layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight")),
-        DtypeGap("experts and MLPs", "bfloat16", "float32", ("layers.0.mlp.experts.0.gate_proj.weight",)),
-        DtypeGap("attention", "bfloat16", "float32", ("layers.0.self_attn.q_proj.weight",)),
-        DtypeGap("embeddings and head", "bfloat16", "float32", ("lm_head.weight",)),
-        DtypeGap("norms and others", "bfloat16", "float32", ("layers.0.norm.weight",)),
+    assert {(gap.engine, gap.trainer) for gap in gaps} == {("bfloat16", "float32")}
+    assert [(gap.kind, set(gap.names)) for gap in gaps] == [
+        ("routers", {"layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight"}),
+        ("experts and MLPs", {"layers.0.mlp.experts.0.gate_proj.weight"}),
+        ("attention", {"layers.0.self_attn.q_proj.weight"}),
+        ("embeddings and head", {"lm_head.weight"}),
+        ("norms and others", {"layers.0.norm.weight"}),
     ]
     first, second, *_ = gaps_table(gaps).splitlines()
     assert first.split() == ["dtypes", "that", "differ", "engine", "trainer", "tensors"]
-    assert second.split("  ")[0] == "routers" and second.endswith("2, such as layers.0.mlp.gate.weight")
+    assert second.split("  ")[0] == "routers" and "2, such as layers." in second
     assert router_advice(gaps).startswith("Routers are rounded to bfloat16 on their way to the engine")
 
 
@@ -187,3 +189,197 @@ def test_equal_dtypes_say_nothing_and_wider_routers_in_the_engine_need_no_advice
     assert gaps_table([]) == router_advice([]) == ""
     wider = dtype_gaps(kinds(torch.bfloat16, gate=torch.float32), kinds(torch.bfloat16))
     assert [gap.kind for gap in wider] == ["routers", "experts and MLPs"] and router_advice(wider) == ""
+
+
+# -- what is mismatch and what updates: rows and log-ratios by hand ---------------------------------------------------
+
+ANSWERS, TOKENS = 3, 6
+ROUTERS = 3
+"""Layer 0 of the tiny model is dense, the other three have routers."""
+
+
+def same_lengths(model: PreTrainedModel) -> TensorDictBase:
+    """Answers of an engine that chooses as the model does; the last token was never fed."""
+    ids = torch.randint(0, 256, (ANSWERS, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), RouterReplay.of(model).record() as recording:
+        log_probs = model(ids).logits.log_softmax(-1)
+    routes = recording.routed_experts
+    routes[:, -1] = -1
+    sampled = torch.full(ids.shape, float("nan"))
+    sampled[:, 2:] = log_probs[:, 1:-1].gather(-1, ids[:, 2:, None])[..., 0]
+    rows = zip(ids, sampled, routes, strict=True)
+    keys = ("log_probs", "full"), ("routed_experts", "full")
+    return lazy_stack([TensorDict({"tokens": Tokens(full=row), keys[0]: own, keys[1]: r}) for row, own, r in rows])
+
+
+def with_other_routers(model: PreTrainedModel, layer: int) -> PreTrainedModel:
+    """A copy whose router of one layer prefers what it liked least."""
+    other = make_tiny_moe()
+    with torch.no_grad():
+        other.get_parameter(f"model.layers.{layer}.mlp.gate.weight").neg_()
+    return other
+
+
+def scores(model: PreTrainedModel, td: TensorDictBase) -> torch.Tensor:
+    """log-probs ``[B, T - 2]`` of the tokens that were sampled."""
+    ids = torch.stack([row["tokens", "full"] for row in td.unbind(0)])
+    with torch.no_grad():
+        return model(ids).logits.log_softmax(-1)[:, 1:-1].gather(-1, ids[:, 2:, None])[..., 0]
+
+
+def test_rows_and_answers_are_counted_by_cause() -> None:
+    before = make_tiny_moe()
+    td = same_lengths(before)
+    known = ANSWERS * (TOKENS - 1) * ROUTERS
+    # the engine differs in two rows of layer 1; the order of experts is no difference
+    for sample, token in ((0, 0), (2, 3)):
+        row = td[sample]["routed_experts", "full"][token, 1]
+        row[0] = next(e for e in range(16) if e not in row.tolist())
+    td[1]["routed_experts", "full"][2, 2] = td[1]["routed_experts", "full"][2, 2].flip(0)
+    # and in the log-probs of two answers: by 3 and by 4 in all, so the root mean square over three is 5 / sqrt(3)
+    td[0]["log_probs", "full"][2:4] += torch.tensor([1.0, 2.0])
+    td[1]["log_probs", "full"][5] -= 4.0
+    # the last layer's router is another one now: all of its rows have moved, and no other
+    other = with_other_routers(before, 3)
+    moved = (scores(other, td) - scores(before, td)).sum(-1).square().mean().sqrt().item()
+    probe = probe_replay(TransformersWrapper(other, replay="R3"), td, use_tqdm=False, before=before)
+    assert probe.causes is not None
+    assert probe.causes.rows_mismatch == pytest.approx(2 / known)
+    assert probe.causes.rows_updates == pytest.approx(1 / ROUTERS)
+    assert probe.causes.answers_mismatch == pytest.approx(5 / 3**0.5, rel=1e-4)
+    assert probe.causes.answers_updates == pytest.approx(moved, rel=1e-3) and moved > 0.1
+    assert "by updates: 33 %" in str(probe) and str(probe.causes) in probe._repr_html_()
+    # without updates all is mismatch, and without the earlier model nothing is said
+    actor = TransformersWrapper(make_tiny_moe(), replay="R3")
+    found = probe_replay(actor, td, use_tqdm=False, before=before).causes
+    assert found is not None
+    assert (found.rows_mismatch, found.rows_updates, found.dominant) == (pytest.approx(2 / known), 0.0, "mismatch")
+    assert found.answers_updates < 1e-5
+    assert probe_replay(actor, td, use_tqdm=False).causes is None
+
+
+def test_the_model_of_before_may_be_the_actors_own_and_nothing_is_written() -> None:
+    model = make_tiny_moe()
+    td = same_lengths(model)
+    keys = set(td.keys(True, True))
+    actor = TransformersWrapper(model, replay="R3")
+    found = probe_replay(actor, td, use_tqdm=False, before=model).causes
+    assert found is not None and (found.rows_mismatch, found.rows_updates, found.dominant) == (0.0, 0.0, "")
+    assert max(found.answers_mismatch, found.answers_updates) < 1e-4
+    assert set(td.keys(True, True)) == keys
+    assert actor.replay == "R3"
+
+
+@pytest.mark.parametrize(
+    ("rows", "answers", "dominant", "says"),
+    [
+        ((0.0, 0.0), (0.1, 0.5), "", "replay changes nothing"),  # a dense model's updates, say
+        ((0.075, 0.004), (1.3, 0.2), "mismatch", "Mismatch dominates: R3 removes"),
+        ((0.075, 0.03), (1.3, 1.9), "updates", "Updates dominate: R3 cannot remove those"),
+        ((0.0, 0.01), (0.5, 0.5), "", "replay changes nothing"),
+        ((0.02, 0.01), (0.5, 0.5), "mismatch", "Mismatch dominates"),
+    ],
+)
+def test_which_one_dominates(rows: tuple[float, float], answers: tuple[float, float], dominant: str, says: str) -> None:
+    causes = Causes(*rows, *answers)
+    assert causes.dominant == dominant and says in str(causes)
+    assert str(Causes(0.075, 0.0038, 1.32, 0.246)).startswith(
+        "by mismatch: 7.5 % of rows have other experts, log-ratio of an answer 1.3; by updates: 0.38 %, 0.25. "
+    )
+
+
+def test_rollouts_that_say_nothing_are_refused() -> None:
+    model = make_tiny_moe()
+    actor, td = TransformersWrapper(model, replay="R3"), same_lengths(model)
+    scores, unrouted, short, unsampled = live_scores(actor, td), td.clone(), list(td.clone().unbind(0)), td.clone()
+    for row in unrouted.unbind(0):
+        row["routed_experts", "full"].fill_(-1)
+    short[1]["routed_experts", "full"] = short[1]["routed_experts", "full"][:-1]
+    for given, before, message in (
+        (unrouted, model, "no row of the rollouts has experts"),
+        (lazy_stack(short), model, "of sample 1 has 5 rows, its tokens are 6"),
+        (td, make_tiny_moe(num_hidden_layers=3), r"sample 0 has the shape \[6, 4, 4\], and .* before .*\[6, 3, 4\]"),
+    ):
+        with pytest.raises((ValueError, ReplayError), match=message):
+            probe_replay(actor, given, use_tqdm=False, before=before)
+    for row in unsampled.unbind(0):
+        row["log_probs", "full"].fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"no log-prob of the engine at .* is finite"):
+        causes_of(actor, unsampled, scores, scores)  # else its answers would agree
+
+
+def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None:
+    """Nine answers of three lengths: log-probs and experts are those of each by itself."""
+    model = make_tiny_moe()
+    td = lazy_stack([row.clone() for _ in range(3) for row in same_lengths(model).unbind(0)])
+    for i, row in enumerate(td.unbind(0)):
+        for key in (("tokens", "full"), ("log_probs", "full"), ("routed_experts", "full")):
+            row[key] = row[key][: 4 + i % 3]
+    rows: list[int] = []
+    count = lambda _, __, kwargs: rows.append(len(kwargs["input_ids"]))  # noqa: E731
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    actor = TransformersWrapper(model, replay="R3", pad_model_input=True)
+    found = live_scores(actor, td)
+    hook.remove()
+    assert max(rows) == 4
+    for i, (row, log_probs, experts) in enumerate(zip(td.unbind(0), found.log_probs, found.experts, strict=True)):
+        assert log_probs.shape == (4 + i % 3,) and experts.shape == (4 + i % 3, 4, 4)
+        with torch.no_grad():
+            logits = model(row["tokens", "full"][None]).logits[0].log_softmax(-1)
+        mine = logits[:-1].gather(-1, row["tokens", "full"][1:, None])[:, 0]
+        assert torch.allclose(log_probs[1:], mine, atol=1e-5)
+
+
+def test_the_command_compares_a_later_checkpoint(
+    second_engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    folder = shelf.folder("qwen3_moe")
+    later = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        later.get_parameter("model.layers.3.mlp.gate.weight").neg_()
+    later.save_pretrained(tmp_path / "later")
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda *_, **__: contextlib.nullcontext(second_engine))
+    command = ["probe", str(folder), "--engine", "transformers", "--dtype", "float32", "--max-new-tokens", "6"]
+    main([*command, "--trainer", str(tmp_path / "later"), "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    causes = found["causes"]
+    assert (causes["rows_mismatch"], causes["dominant"]) == (0.0, "updates")
+    assert causes["rows_updates"] == pytest.approx(1 / ROUTERS)
+    assert causes["answers_mismatch"] < 1e-4 < causes["answers_updates"]
+    assert str(tmp_path / "later") in found["title"]
+    # at another temperature the same weights are the same: each side divides by it
+    main([*command, "--trainer", str(folder), "--temperature", "0.5", "--json"])
+    cold = json.loads(capsys.readouterr().out)["causes"]
+    assert max(cold["answers_mismatch"], cold["answers_updates"]) < 1e-4
+    main([*command, "--trainer", str(tmp_path / "later")])
+    out = capsys.readouterr().out
+    assert "by mismatch: 0 % of rows" in out and "by updates: 33 %" in out and "Updates dominate" in out
+
+
+@pytest.mark.parametrize("command", ["probe", "bisect"])
+@pytest.mark.parametrize(
+    ("trainer", "config", "said"),
+    [
+        ("tiny", None, "--trainer tiny: that model is made on the spot"),
+        ("./none", None, "there is no folder './none'"),
+        ("mixtral", {}, "is of another model: its model_type is mixtral, that of MODEL qwen3_moe"),
+        ("qwen3_moe", {"num_experts": 8}, "is of another model: it has 8 experts, MODEL has 16"),
+        ("qwen3_moe", {"num_experts_per_tok": 3}, "its num_experts_per_tok is 3, that of MODEL 4"),
+    ],
+)
+def test_a_trainer_that_cannot_be_loaded_or_is_another_model_starts_no_engine(
+    command: str,
+    trainer: str,
+    config: dict[str, Any] | None,
+    said: str,
+    shelf: EngineShelf,
+    tmp_path: Path,
+    monkeypatch: MonkeyPatch,
+    capsys: CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    if config is not None:
+        make_tiny_moe(trainer, **config).save_pretrained(tmp_path)
+        trainer = str(tmp_path)
+    assert main([command, str(shelf.folder("qwen3_moe")), "--trainer", trainer]) == 2
+    assert said in capsys.readouterr().err

@@ -37,15 +37,10 @@ def output(
     ids: list[int], log_probs: list[float] | None, rows: Any, versions: list[int], reason: str = "stop"
 ) -> CompletionOutput:
     """As an engine gives it: a row per token but the last, zeros on the dense layer, and nothing writable."""
-    return CompletionOutput(
-        index=0,
-        token_ids=fixed(ids, np.int64),
-        text="",
-        finish_reason=reason,
-        policy_versions=fixed(versions, np.int32),
-        logprobs=None if log_probs is None else fixed(log_probs, np.float32),
-        routed_experts=None if rows is None else fixed([[[0, 0], row] for row in rows], np.uint8),
-    )
+    given: dict[str, Any] = {"token_ids": fixed(ids, np.int64), "policy_versions": fixed(versions, np.int32)}
+    given["logprobs"] = None if log_probs is None else fixed(log_probs, np.float32)
+    given["routed_experts"] = None if rows is None else fixed([[[0, 0], row] for row in rows], np.uint8)
+    return CompletionOutput(index=0, text="", finish_reason=reason, **given)
 
 
 def fixed(values: Any, dtype: Any) -> Any:
@@ -55,10 +50,8 @@ def fixed(values: Any, dtype: Any) -> Any:
 
 
 def completion(prompt: list[int], *outputs: CompletionOutput, cached: int = 0) -> Completion:
-    ids = fixed(prompt, np.int64)
-    return Completion(
-        request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=cached, outputs=list(outputs)
-    )
+    given: dict[str, Any] = {"prompt_token_ids": fixed(prompt, np.int64), "outputs": list(outputs)}
+    return Completion(request_id="r", prompt=None, num_cached_tokens=cached, **given)
 
 
 SHORT = completion([10, 11], output([12], [-0.5], [[5, 3], [0, 1]], [7]))
@@ -84,21 +77,17 @@ def assert_values(tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None
     torch.testing.assert_close(tensor, torch.tensor(values, dtype=dtype), rtol=0, atol=0, equal_nan=True)
 
 
-# one answer
-
-
 def test_an_answer_by_hand() -> None:
     td = answer(LONG)
     assert td.batch_size == torch.Size([])
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
     assert (type(tokens), type(masks), type(log_probs)) == (Tokens, Masks, LogProbs)
-    assert (tokens.padded, masks.padded, log_probs.padded) == (False, False, False)
+    assert (tokens.padded, masks.padded, log_probs.padded, log_probs.prompt) == (False, False, False, None)
     assert_values(tokens.prompt, [20, 21, 22], torch.int64)
     assert_values(tokens.response, [23, 24, 25], torch.int64)
     assert_values(tokens.full, [20, 21, 22, 23, 24, 25], torch.int64)
     assert_values(masks.all_attention_mask, [True] * 6, torch.bool)
     assert_values(masks.all_assistant_mask, [False] * 3 + [True] * 3, torch.bool)
-    assert log_probs.prompt is None
     assert_values(log_probs.response, [-1, 0, -2], torch.float32)
     assert_values(log_probs.full, [NAN, NAN, NAN, -1, 0, -2], torch.float32)
     assert type(td["routed_experts"]) is RoutedExperts
@@ -107,23 +96,22 @@ def test_an_answer_by_hand() -> None:
     assert_values(td["policy_versions", "full"], [U, U, U, 9, 8, 9], torch.int32)
     assert_values(td["policy_version"], 8, torch.int64)
     assert_values(td["num_segments"], 3, torch.int64)  # 9, 8, 9
-    assert td["resume"] == "none"
-    assert td["finish_reason"] == "length"
+    assert (td["resume"], td["finish_reason"]) == ("none", "length")
     assert_values(td["num_cached_tokens"], 2, torch.int64)
-    root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-    parts = {"num_segments", "resume"}
-    assert set(answer(SHORT).keys()) == root | parts | {"finish_reason", "num_cached_tokens", "sampling"}
-    assert set(answer(SHORT)["routed_experts"].keys()) == {"full"}
+    assert set(td["routed_experts"].keys()) == {"full"}
+    assert set(td.keys()) == {
+        *("tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"),
+        *("num_segments", "resume", "finish_reason", "num_cached_tokens", "sampling"),
+    }
 
 
 def test_an_answer_owns_its_memory() -> None:
-    td = answer(LONG)
-    before = answer(LONG)
+    td, before = answer(LONG), answer(LONG)
     for key in (("tokens", "full"), ("log_probs", "response"), ("log_probs", "full"), ("policy_versions", "full")):
         td[key].fill_(0)
     assert LONG.outputs[0].token_ids.tolist() == [23, 24, 25]
     assert td["tokens", "prompt"].tolist() == [20, 21, 22]
-    torch.testing.assert_close(before["log_probs", "response"], torch.tensor([-1.0, 0.0, -2.0]))
+    assert_values(before["log_probs", "response"], [-1, 0, -2], torch.float32)
 
 
 def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
@@ -144,9 +132,6 @@ def test_an_answer_without_a_token_has_no_version() -> None:
     assert_values(td["routed_experts", "full"][:, 1], [[5, 3], [U, U]], torch.int8)
     with pytest.raises(ValueError, match="the engine returned no log-probs"):
         answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
-
-
-# words that were left out
 
 
 KEPT = ("sampling", "kept")
@@ -182,33 +167,25 @@ def test_padding_of_words_by_hand() -> None:
     assert words_of(td) == ([[12, -1, -1], [24, 3, 7]], [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, -2, 1]])
     assert_values(td["sampling", "temperature"], [0.5, 1], torch.float32)
     td[KEPT].validate(vocabulary=30, num_tokens=td["tokens", "full"].shape[1])
-    square = pad_answers(both, PAD, KEYS, (2, 1))
-    assert square["sampling"].batch_size == torch.Size([2, 1])
-    assert words_of(square[1, 0]) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
-    alone = pad_answers(both[:1], PAD, KEYS, ())
-    assert words_of(alone) == ([12], [0, 0, 1])
-    td = pad_answers([answer(sampled(SHORT, [12], [1])), answer(LONG)], PAD, KEYS, (2,))
+    assert words_of(pad_answers(both, PAD, KEYS, (2, 1))[1, 0]) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
+    assert words_of(pad_answers(both[:1], PAD, KEYS, ())) == ([12], [0, 0, 1])
+    td = pad_answers([both[0], answer(LONG)], PAD, KEYS, (2,))
     assert words_of(td) == ([[12], [-1]], [[0, 0, 0, 1, 0, 0], [0] * 6])
     plain = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
     assert set(plain["sampling"].keys()) == {"temperature"}
 
 
-# padding
-
-
 def test_padding_by_hand() -> None:
     td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
-    assert type(td) is TensorDict
-    assert td.batch_size == torch.Size([2])
+    assert (type(td), td.batch_size) == (TensorDict, torch.Size([2]))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
     assert (type(tokens), type(masks), type(log_probs)) == (Tokens, Masks, LogProbs)
-    assert (tokens.padded, masks.padded, log_probs.padded) == (True, True, True)
+    assert (tokens.padded, masks.padded, log_probs.padded, log_probs.prompt) == (True, True, True, None)
     assert_values(tokens.prompt, [[PAD, 10, 11], [20, 21, 22]], torch.int64)
     assert_values(tokens.response, [[12, PAD, PAD], [23, 24, 25]], torch.int64)
     assert_values(tokens.full, [[PAD, 10, 11, 12, PAD, PAD], [20, 21, 22, 23, 24, 25]], torch.int64)
     assert_values(masks.all_attention_mask, [[False] + [True] * 3 + [False] * 2, [True] * 6], torch.bool)
     assert_values(masks.all_assistant_mask, [[False] * 3 + [True] + [False] * 2, [False] * 3 + [True] * 3], torch.bool)
-    assert log_probs.prompt is None
     assert_values(log_probs.response, [[-0.5, 0, 0], [-1, 0, -2]], torch.float32)
     assert_values(log_probs.full, [[0, NAN, NAN, -0.5, 0, 0], [NAN, NAN, NAN, -1, 0, -2]], torch.float32)
     assert type(td["routed_experts"]) is RoutedExperts
@@ -216,19 +193,18 @@ def test_padding_by_hand() -> None:
     rows = [[[DENSE, row] for row in sample] for sample in (short, long)]
     assert_values(td["routed_experts", "full"], rows, torch.int8)
     assert_values(td["policy_versions", "full"], [[U, U, U, 7, U, U], [U, U, U, 9, 8, 9]], torch.int32)
-    assert_values(td["policy_version"], [7, 8], torch.int64)
-    assert_values(td["num_segments"], [1, 3], torch.int64)
+    for key, values in {"policy_version": [7, 8], "num_segments": [1, 3], "num_cached_tokens": [0, 2]}.items():
+        assert_values(td[key], values, torch.int64)
     assert list(td["finish_reason"]) == ["stop", "length"]
-    assert_values(td["num_cached_tokens"], [0, 2], torch.int64)
-
-
-# later turns
 
 
 TURN = answer(SHORT)
 """Ids 10, 11 | 12."""
 NEXT = completion([10, 11, 12, 30], output([31], [-4], [[7, 6], [6, 5], [5, 4], [4, 3]], [9]))
 """A later turn, by newer weights, on other experts."""
+
+
+PER_TOKEN = (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full"))
 
 
 def test_an_earlier_turn_keeps_its_routes_log_probs_and_versions() -> None:
@@ -243,16 +219,20 @@ def test_an_earlier_turn_keeps_its_routes_log_probs_and_versions() -> None:
     assert_values(td["tokens", "prompt"], [10, 11, 12, 30], torch.int64)
     assert_values(td["masks", "all_assistant_mask"], [False] * 4 + [True], torch.bool)
     assert td["policy_version"] == 9
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
-        torch.testing.assert_close(TURN[key], answer(SHORT)[key], equal_nan=True)
+    # nor does it matter how the earlier turn is padded, or in which dtype its routes are
     wide = TURN.clone()
     wide["routed_experts"] = RoutedExperts(full=TURN["routed_experts", "full"].to(torch.int64))
-    assert answer(NEXT, earlier=wide)["routed_experts", "full"].dtype == torch.int8  # the layout's
-    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))
-    expected = answer(NEXT, earlier=TURN)
-    td = answer(NEXT, earlier=padded[0])
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
-        torch.testing.assert_close(td[key], expected[key], equal_nan=True)
+    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))[0]
+    for key in PER_TOKEN:
+        torch.testing.assert_close(TURN[key], answer(SHORT)[key], equal_nan=True)
+        for earlier in (wide, padded):
+            torch.testing.assert_close(answer(NEXT, earlier=earlier)[key], td[key], equal_nan=True)
+    # and a third one
+    third = completion([10, 11, 12, 30, 31], output([32], [-6], [[1, 0], [1, 0], [1, 0], [1, 0], [2, 3]], [11]))
+    td = answer(third, earlier=td)
+    assert td["routed_experts", "full"][:, 1].tolist() == [[5, 3], [0, 1], [5, 4], [4, 3], [2, 3], [U, U]]
+    assert_values(td["log_probs", "full"], [NAN, NAN, -0.5, NAN, -4, -6], torch.float32)
+    assert_values(td["policy_versions", "full"], [U, U, 7, U, 9, 11], torch.int32)
 
 
 FIRST, SECOND = sampled(SHORT, [12, 5], [2]), sampled(NEXT, [31], [1])
@@ -268,23 +248,12 @@ FIRST, SECOND = sampled(SHORT, [12, 5], [2]), sampled(NEXT, [31], [1])
     ],
 )
 @pytest.mark.parametrize("beside", [None, LONG, sampled(LONG, [1, 2, 3, 4], [4, 0, 0])])
-def test_words_of_turns_are_joined(
-    first: Completion, second: Completion, expected: Any, beside: Completion | None
-) -> None:
+def test_words_of_turns_join(first: Completion, second: Completion, expected: Any, beside: Completion | None) -> None:
     """Alone, and padded beside a longer answer without and with words left out."""
     earlier: TensorDictBase = answer(first)
     if beside is not None:
         earlier = pad_answers([earlier, answer(beside)], PAD, KEYS, (2,))[0]
     assert words_of(answer(second, earlier=earlier)) == expected
-
-
-def test_three_turns() -> None:
-    third = completion([10, 11, 12, 30, 31], output([32], [-6], [[1, 0], [1, 0], [1, 0], [1, 0], [2, 3]], [11]))
-    td = answer(third, earlier=answer(NEXT, earlier=TURN))
-    rows = [[5, 3], [0, 1], [5, 4], [4, 3], [2, 3], [U, U]]
-    assert_values(td["routed_experts", "full"][:, 1], rows, torch.int8)
-    assert_values(td["log_probs", "full"], [NAN, NAN, -0.5, NAN, -4, -6], torch.float32)
-    assert_values(td["policy_versions", "full"], [U, U, 7, U, 9, 11], torch.int32)
 
 
 def resumed(source: Completion, how: Any) -> Completion:
@@ -293,12 +262,7 @@ def resumed(source: Completion, how: Any) -> Completion:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "worst"),
-    [
-        ("none", "none", "none"),
-        ("none", "forced", "forced"),
-        ("live", "forced", "live"),
-    ],
+    ("first", "second", "worst"), [("none", "none", "none"), ("none", "forced", "forced"), ("live", "forced", "live")]
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_turns_say_how_the_worst_of_them_was_resumed(first: str, second: str, worst: str, padded: bool) -> None:
@@ -325,21 +289,15 @@ def test_rows_that_were_resumed_otherwise_stand_in_one_batch(padded: bool, tmp_p
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    [
-        [10, 11, 13, 30],  # rendered again
-        [10, 11],  # the same request once more, of newer weights
-        [11, 12, 30],  # cut at the front
-    ],
+    "prompt", [[10, 11, 13, 30], [10, 11], [11, 12, 30]], ids=["rendered again", "the same once more", "cut in front"]
 )
 def test_another_prompt_keeps_nothing(prompt: list[int]) -> None:
     source = completion(prompt, output([12], [-4], [[7, 6]] * len(prompt), [9]))
     earlier = answer(resumed(FIRST, "live"))
     fresh, td = answer(source), answer(source, earlier=earlier)
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full"), "num_segments"):
+    for key in (*PER_TOKEN, "num_segments"):
         torch.testing.assert_close(td[key], fresh[key], equal_nan=True)
-    assert td["resume"] == "none"
-    assert td.get(KEPT, None) is None
+    assert (td["resume"], td.get(KEPT, None)) == ("none", None)
     assert words_of(answer(sampled(source, [12], [1]), earlier=earlier)) == ([12], [0] * len(prompt) + [1])
 
 
@@ -350,9 +308,6 @@ def test_rows_of_other_tokens_than_the_ids_are_not_trusted_and_a_turn_may_have_n
         td = answer(NEXT, earlier=one)
         assert_values(td["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
         assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
-
-
-# what a rollout says of its sampling
 
 
 @pytest.mark.needs_vllm

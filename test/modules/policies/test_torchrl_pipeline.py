@@ -1,37 +1,31 @@
 """vLLMWrapper in TorchRL's own pipeline: chat environment, collector, replay buffer, advantages. All of it is stock.
 
-What comes out of the far end is compared with a forward of its own tokens: routes that had slipped by one row, or to
-another sample, would show there.
+What comes out of the far end is compared with what the engine says of those tokens when it is asked again: routes that
+had slipped by one row, or to another sample, would show there. ``test_policy_parity.py`` compares them with a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack, set_list_to_stack
+from tensordict import LazyStackedTensorDict, TensorDictBase, set_list_to_stack
 from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, Unbounded
-from torchrl.data.llm import History
-from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.objectives.llm import MCAdvantage
 
-from support.engines import EngineShelf
-from support.reference import Reference, route_mismatches
-from support.strategies import Says
+from support.collecting import NextQuestion
 from torchrl_moe.data import RoutedExperts
-from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 GROUP, ENVS, NEW = 4, 8, 6
 TEMPERATURE = 0.7
-QUESTION = "again?"
 
 
 @pytest.fixture(autouse=True)
@@ -63,51 +57,19 @@ def reward_of(response: Tensor) -> float:
 
 
 class MeanByte(Transform):
-    """The reward, ``[*B, 1, 1]``, and the end of a dialogue after so many turns."""
-
-    def __init__(self, turns: int) -> None:
-        super().__init__()
-        self.turns = turns
+    """The reward, ``[*B, 1, 1]``."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        responses = tensordict.get(("tokens", "response"), as_list=True)
-        rewards = torch.tensor([reward_of(response) for response in responses])
-        next_tensordict["reward"] = rewards.view(*tensordict.batch_size, 1, 1)
-        for key in ("done", "terminated"):
-            next_tensordict[key] = next_tensordict["step_count"] >= self.turns
-        return next_tensordict
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        reward_spec["reward"] = Unbounded(shape=(*self.parent.batch_size, 1, 1))
-        return reward_spec
+        rewards = [reward_of(response) for response in tensordict.get(("tokens", "response"), as_list=True)]
+        return next_tensordict.set("reward", torch.tensor(rewards).view(*tensordict.batch_size, 1, 1))
 
 
-class AskAgain(Transform):
-    """Another question of the user after every answer."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        history = next_tensordict["history"]
-        question = History(role="user", content=QUESTION)
-        history.prompt = lazy_stack([h.append(question, inplace=False, dim=-1) for h in history.prompt.unbind(0)])
-        return next_tensordict
-
-
-class Names(Transform):
-    """What an environment may say of its rollouts: sessions, groups of one question, and how urgent each is."""
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for i, sample in enumerate(tensordict_reset.unbind(0)):
-            sample.update({"session_id": f"rollout-{i}", "group_id": i // GROUP, "priority": -i})
-        return tensordict_reset
-
-
-def make_env(mode: str, turns: int) -> TransformedEnv:
-    env = ChatEnv.from_dataloader(
-        Questions(), batch_size=(ENVS,), repeats=GROUP, tokenizer=ByteTokenizer(), input_mode=mode
-    )
+def make_env(mode: str, turns: int) -> EnvBase:
+    source = {"tokenizer": ByteTokenizer(), "input_mode": mode}
+    env = ChatEnv.from_dataloader(Questions(), batch_size=(ENVS,), repeats=GROUP, **source)
     assert isinstance(env, DatasetChatEnv)
-    env = env.append_transform(StepCounter()).append_transform(MeanByte(turns))
-    return env.append_transform(AskAgain()) if turns > 1 else env
+    env = env.append_transform(MeanByte()).append_transform(StepCounter(max_steps=turns))
+    return env.append_transform(NextQuestion()) if turns > 1 else env
 
 
 def make_policy(engine: Any, mode: str = "history", **kwargs: Any) -> vLLMWrapper:
@@ -178,9 +140,7 @@ def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["history", "text"])
-def test_what_is_collected_and_sampled_is_aligned_has_advantages_and_can_be_read_padded(
-    fake: FakeAsyncVLLM, mode: str
-) -> None:
+def test_what_is_collected_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode: str) -> None:
     batches = collect(make_policy(fake, mode))
     assert [batch.batch_size for batch in batches] == [torch.Size([ENVS, 1])] * 2
     collected = torch.cat(batches)
@@ -212,7 +172,7 @@ def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: b
         old, p = len(first["tokens", "full"]), len(second["tokens", "prompt"])
         assert second["tokens", "full"][:old].equal(first["tokens", "full"])
         assert second["tokens", "prompt"].tolist()[old:] == [
-            *(258, *b"\n", 257, *b"user\n", *QUESTION.encode(), 258, *b"\n", 257, *b"assistant\n")
+            *(258, *b"\n", 257, *b"user\n", *b"and then?", 258, *b"\n", 257, *b"assistant\n")
         ]
         written = second["policy_versions", "full"] == 0
         assert written.nonzero()[:, 0].tolist() == [*range(old - NEW, old), *range(p, p + NEW)]
@@ -220,83 +180,3 @@ def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: b
         kept = second["log_probs", "full"][old - NEW : old]
         assert kept.equal(first["log_probs", "response"])
         assert second["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, second["tokens", "full"]))
-
-
-def test_what_an_environment_says_of_its_rollouts_reaches_the_service_at_every_turn() -> None:
-    with FakeAsyncVLLM(2, seed=1) as engine:
-        ear = Says()
-        engine.create_load_balancer(ear)
-        env = make_env("history", turns=2).append_transform(Names())
-        rollout = env.rollout(2, make_policy(engine), break_when_any_done=False)
-        assert rollout.batch_size == torch.Size([ENVS, 2])
-        sessions = [context.session_id for _, context in ear.asked]
-        assert sessions == [f"rollout-{i}" for i in reversed(range(ENVS))] * 2  # by priority
-        assert {engine.load_balancer.groups.version(str(group)) for group in range(ENVS // GROUP)} == {0}
-        assert engine.load_balancer.groups.version(str(ENVS // GROUP)) is None
-
-
-def test_a_reset_begins_again() -> None:
-    with FakeAsyncVLLM(seed=1) as engine:
-        policy = make_policy(engine)
-        env = make_env("history", turns=1)
-        _, carried = env.step_and_maybe_reset(policy(env.reset()))
-        assert ("routed_experts", "full") in carried[0].keys(True)  # the old dialogue's, and they must not stay
-        engine.replicas[0].version = 2
-        fresh = policy(carried)
-    for item in fresh.unbind(0):
-        assert set(item["policy_versions", "full"].tolist()) == {-1, 2}
-        assert item["log_probs", "full"].isfinite().sum() == NEW
-
-
-@lru_cache(maxsize=1)
-def reference_of(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-def assert_forward_agrees(items: list[TensorDictBase], reference: Reference) -> None:
-    """Routes and log-probs of every item are those of a forward of its own tokens."""
-    wrong = total = 0
-    worst = 0.0
-    for item in items:
-        assert_aligned(item)
-        log_probs, chosen = reference(item["tokens", "full"], TEMPERATURE, item["routed_experts", "full"])
-        mismatches = route_mismatches(item["routed_experts", "full"], chosen, slice(0, -1))
-        wrong, total = wrong + mismatches[0], total + mismatches[1]
-        written = item["log_probs", "full"].isfinite()
-        assert written.equal(item["policy_versions", "full"] >= 0)
-        worst = max(worst, float((item["log_probs", "full"] - log_probs)[written].abs().max()))
-    print(f"{wrong} of {total} rows differ, max |dlogp| {worst:.1e}")
-    assert wrong == 0
-    assert worst <= 1e-5
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_sampled_routes_are_those_of_a_forward_of_the_sampled_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    buffer = make_buffer()
-    collect(make_policy(engine), replay_buffer=buffer)
-    assert len(buffer) == 2 * ENVS
-    assert_advantages(list(buffer[:].unbind(0)))
-    assert_forward_agrees(list(buffer.sample().unbind(0)), reference_of(shelf.folder("qwen3_moe")))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_collected_routes_are_those_of_a_forward_of_the_collected_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    batches = collect(make_policy(engine, "text"))
-    assert torch.cat(batches)["next", "policy_version"].unique().tolist() == [3]
-    assert_forward_agrees(list(torch.cat(batches).reshape(-1).unbind(0)), reference_of(shelf.folder("qwen3_moe")))
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("prefer_tokens", [False, True])
-def test_both_turns_of_a_dialogue_are_those_of_one_forward(
-    engine: AsyncVLLM, shelf: EngineShelf, prefer_tokens: bool
-) -> None:
-    buffer = make_buffer()
-    collect(make_policy(engine, prefer_tokens=prefer_tokens), turns=2, replay_buffer=buffer)
-    items = list(buffer[:].unbind(0))
-    assert len(items) == 2 * ENVS * 2
-    assert_forward_agrees(items, reference_of(shelf.folder("qwen3_moe")))
-    if prefer_tokens:  # else answers that are no UTF-8 are encoded again, as other tokens, and keep nothing
-        second = [item for item in items if item["step_count"].item() == 1]
-        assert len(second) == 2 * ENVS
-        assert all((item["policy_versions", "full"] >= 0).sum() > len(item["tokens", "response"]) for item in second)

@@ -8,38 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from support.toy_moe import SCORES, SITES, U, bound, changed, own
+from support.toy_moe import SCORES, SITES, U, bound, own
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, Recording, ReplayState
 from torchrl_moe.modules.replay.discovery import RouterSite
-
-# which experts
-
-
-def test_groups_hold_the_experts_to_use_and_live_rows_keep_their_own() -> None:
-    binding = bound(changed((0, 0, 1), [U, U]))
-    scores = torch.tensor([[0.1, 0.5, 0.4, 0.3]]).repeat(6, 1)
-
-    def groups(layer: int, top_k: int) -> list[list[int]]:
-        return binding.groups(SITES[layer], scores, lambda rows: scores[rows].topk(top_k), top_k).tolist()
-
-    assert groups(0, 1) == [[1, 1]] + [[2, 1]] * 5
-    assert groups(1, 1) == [[0, 0]] * 6
-    assert groups(0, 3) == [[1, 2, 3]] + [[2, 1, 2]] * 5  # more groups than experts: a live row has all of its own
-
-
-def test_only_live_rows_are_ranked() -> None:
-    binding, asked = bound(changed((1, slice(1, 3), 1), [U, U])), []
-
-    def ranked(rows: torch.Tensor) -> torch.return_types.topk:
-        asked.append(rows.tolist())
-        return own(rows)
-
-    chosen = binding.choose(SITES[0], SCORES, ranked, False)
-    assert asked == [[4, 5]]
-    assert chosen.tolist() == [[5, 3]] * 4 + own().indices[4:].tolist()
-    assert binding.choose(SITES[1], SCORES, ranked, False).tolist() == [[0, 1]] * 6
-    assert len(asked) == 1  # every row of layer 2 is given
 
 
 def test_another_number_of_rows_is_refused() -> None:
@@ -89,13 +61,11 @@ def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:
         assert state.binding is None
         with state.opened(bindings[2]):
             barrier.wait(60)
-            seen = [run.result() for run in recomputing]
+            assert [run.result() for run in recomputing] == [(binding, True) for binding in bindings[:2]]
             assert (state.binding, state.recompute) == (bindings[2], False)
-            with ThreadPoolExecutor(1) as thread:  # of autograd: it sees its own, and gives the other one back
-                barrier = threading.Barrier(1)
-                assert thread.submit(recompute, 0).result() == (bindings[0], True)
+            barrier = threading.Barrier(1)  # a thread of autograd sees its own, and gives the other one back
+            assert pool.submit(recompute, 0).result() == (bindings[0], True)
             assert state.binding is bindings[2]
-    assert seen == [(binding, True) for binding in bindings[:2]]
     assert state.binding is None
 
 

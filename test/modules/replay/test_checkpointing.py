@@ -22,7 +22,6 @@ from support.gradients import assert_same, gradients, loss_of
 from support.routes import FAMILIES, U, pair, random_routes, tokens
 from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.errors import ReplayError
-from torchrl_moe.modules.replay.binding import wrap_checkpoints
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -55,18 +54,6 @@ def routes_of(replay: RouterReplay) -> list[Tensor]:
     first, second = random_routes(replay, seed=1), random_routes(replay, seed=2)
     second[0, :3] = U
     return [first, second]
-
-
-@REENTRANT
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_micro_batches_and_one_backward_equal_no_checkpointing(family: str, reentrant: bool) -> None:
-    model, replay = pair(family)
-    model.train()
-    routes = routes_of(replay)
-    wanted = two_losses(model, replay, routes)
-    checkpoint_layers(model, reentrant)  # after construction
-    assert_same(two_losses(model, replay, routes), wanted)
-    assert replay.report()[3] == {"replayed": 9, "live": 3, "refused": 0, "agreement": None}
 
 
 @REENTRANT
@@ -118,23 +105,30 @@ HOWS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("measure", [False, True])
-@pytest.mark.parametrize("first", ["replay", "checkpointing"])
-@pytest.mark.parametrize("how", HOWS)
-def test_however_layers_are_checkpointed_gradients_are_those_without(how: str, first: str, measure: bool) -> None:
-    # deepseek_v3: its groups are kept by selective checkpointing too
+CASES = [
+    *((how, first, measure, "deepseek_v3") for how in HOWS for first in ("us", "them") for measure in (False, True)),
+    *((how, "us", False, family) for how in ("reentrant", "non-reentrant") for family in FAMILIES[:3]),
+]
+"""deepseek_v3: its groups are kept by selective checkpointing too."""
+
+
+@pytest.mark.parametrize(("how", "first", "measure", "family"), CASES)
+def test_however_layers_are_checkpointed_gradients_stay(how: str, first: str, measure: bool, family: str) -> None:
+    """Two micro batches and one backward pass, with replay put on before checkpointing and after it."""
     config: dict[str, Any] = {"use_cache": False}  # torch's wrapper does not switch it off: a second run would add
-    plain, plain_replay = pair("deepseek_v3", **config)
+    plain, plain_replay = pair(family, **config)
     routes = routes_of(plain_replay)
     wanted = two_losses(plain.train(), plain_replay, routes, measure)
-    model = make_tiny_moe("deepseek_v3", **config).train()
-    if first == "checkpointing":
+    model = make_tiny_moe(family, **config).train()
+    if first == "them":
         HOWS[how](model)
     replay = RouterReplay(model)
-    if first == "replay":
+    if first == "us":
         HOWS[how](model)
     got = two_losses(model, replay, routes, measure)
     assert_same({name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.items()}, wanted)
+    done = replay.report()[3]
+    assert (done["replayed"], done["live"], done["refused"], done["agreement"] is None) == (9, 3, 0, not measure)
 
 
 def checkpoint_by_hand(model: nn.Module, reentrant: bool) -> None:
@@ -143,6 +137,57 @@ def checkpoint_by_hand(model: nn.Module, reentrant: bool) -> None:
         layer.forward = lambda hidden, forward=forward, **kwargs: checkpoint(
             partial(forward, **kwargs), hidden, use_reentrant=reentrant
         )
+
+
+@REENTRANT
+@pytest.mark.parametrize("where", ["after the context", "inside it", "gradients switched on inside it"])
+def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, where: str) -> None:
+    """Reentrant, its second run would silently choose other experts."""
+    model, replay = pair(use_cache=False)
+    checkpoint_by_hand(model, reentrant)
+    loss_of(model(BATCHES[0]).logits).backward()  # there was no context that it could belong to
+
+    def run() -> None:
+        if where == "inside it":
+            with replay.replay(random_routes(replay)):
+                loss_of(model(BATCHES[0]).logits).backward()
+        inside = where == "gradients switched on inside it"
+        with torch.set_grad_enabled(not inside), replay.replay(random_routes(replay)), torch.enable_grad():
+            value = loss_of(model(BATCHES[0]).logits)
+        value.backward()
+
+    with pytest.raises(ReplayError, match=r"inside backward\(\).*gradient_checkpointing_enable"):
+        run()
+
+
+@REENTRANT
+def test_an_error_in_the_second_run_leaves_nothing_behind(reentrant: bool) -> None:
+    model, replay = pair()
+    checkpoint_layers(model, reentrant)
+    native, routes = model(BATCHES[0]).logits, random_routes(replay)
+    loss(model, replay, BATCHES[0], routes).backward()
+    wanted = gradients(model)
+    value = loss(model, replay, BATCHES[0], routes)
+    hook = model.model.layers[2].mlp.experts.register_forward_pre_hook(lambda *_: {}["out of memory, say"])
+    with pytest.raises(KeyError):
+        value.backward()
+    hook.remove()
+    model.zero_grad()
+    assert torch.equal(model(BATCHES[0]).logits, native)
+    loss(model, replay, BATCHES[0], routes).backward()
+    assert_same(gradients(model), wanted)
+
+
+def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_functions() -> None:
+    model, replay = pair()
+    checkpoint_layers(model, True)
+    own = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    value = loss(model, replay, *BATCHES[:1], random_routes(replay))
+    assert all(layer._gradient_checkpointing_func not in own for layer in model.model.layers)
+    replay.remove()
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own
+    with pytest.raises(ReplayError, match=r"remove\(\) came before the backward"):
+        value.backward()
 
 
 @REENTRANT
@@ -164,64 +209,3 @@ def test_two_backward_passes_may_run_in_two_threads(reentrant: bool) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(torch.Tensor.backward, losses))
     assert_same(gradients(model), wanted, atol=1e-6)
-
-
-@REENTRANT
-@pytest.mark.parametrize("where", ["after the context", "inside it", "gradients switched on inside it"])
-def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, where: str) -> None:
-    """Reentrant, its second run would silently choose other experts."""
-    model, replay = pair(use_cache=False)
-    checkpoint_by_hand(model, reentrant)
-    message = r"inside backward\(\).*gradient_checkpointing_enable"
-    loss_of(model(BATCHES[0]).logits).backward()  # there was no context that it could belong to
-    if where == "inside it":
-        with pytest.raises(ReplayError, match=message), replay.replay(random_routes(replay)):
-            loss_of(model(BATCHES[0]).logits).backward()
-        return
-    if where == "after the context":
-        value = loss(model, replay, BATCHES[0], random_routes(replay))
-    else:
-        with torch.no_grad(), replay.replay(random_routes(replay)), torch.enable_grad():
-            value = loss_of(model(BATCHES[0]).logits)
-    with pytest.raises(ReplayError, match=message):
-        value.backward()
-
-
-@REENTRANT
-def test_an_error_in_the_second_run_leaves_nothing_behind(reentrant: bool) -> None:
-    model, replay = pair()
-    checkpoint_layers(model, reentrant)
-    native, routes = model(BATCHES[0]).logits, random_routes(replay)
-    loss(model, replay, BATCHES[0], routes).backward()
-    wanted = gradients(model)
-    value = loss(model, replay, BATCHES[0], routes)
-
-    def fail(*_: object) -> None:
-        raise KeyError("out of memory, say")
-
-    hook = model.model.layers[2].mlp.experts.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError):
-        value.backward()
-    hook.remove()
-    model.zero_grad()
-    assert torch.equal(model(BATCHES[0]).logits, native)
-    loss(model, replay, BATCHES[0], routes).backward()
-    assert_same(gradients(model), wanted)
-
-
-def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_functions() -> None:
-    model, replay = pair()
-    checkpoint_layers(model, True)
-    own = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    value = loss(model, replay, *BATCHES[:1], random_routes(replay))
-    assert all(layer._gradient_checkpointing_func not in own for layer in model.model.layers)
-    replay.remove()
-    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own
-    with pytest.raises(ReplayError, match=r"remove\(\) came before the backward"):
-        value.backward()
-    model, replay = pair()
-    checkpoint_layers(model, False)
-    wrap_checkpoints(model, replay._state)
-    once: list[Any] = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    wrap_checkpoints(model, replay._state)
-    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == once

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -83,8 +82,7 @@ def test_routes_recorded_in_the_backbone_or_from_embeddings_have_the_batchs_shap
 def test_agreement_is_with_the_routers_own_groups() -> None:
     """A router's best experts inside the replayed groups are not its choice, if its groups are others."""
     model, replay = pair("deepseek_v3", num_hidden_layers=2)
-    router = model.model.layers[1].mlp.gate
-    hidden: list[Tensor] = []
+    router, hidden = model.model.layers[1].mlp.gate, []
     hook = router.register_forward_pre_hook(lambda _, args: hidden.append(args[0].flatten(0, -2)))
     routes = recorded(model, replay).long()
     hook.remove()
@@ -119,24 +117,42 @@ def test_a_copied_model_is_native_and_takes_a_replay_of_its_own(copied: Callable
         assert torch.equal(model(tokens()).logits, replayed)
 
 
-@COPY
-def test_a_model_copied_with_its_replay_stays_with_it(copied: Callable[[object], object]) -> None:
-    model, replay = pair()
+def test_a_forward_that_someone_else_put_on_a_router_is_kept() -> None:
+    model, calls = make_tiny_moe(), []
+    router = model.model.layers[1].mlp.gate
+    native = router.forward
+
+    def spied(*args: object) -> object:
+        calls.append(args)
+        return native(*args)
+
+    router.forward = spied
+    replay = RouterReplay(model)
     routes = random_routes(replay)
-    with replay.replay(routes):
-        replayed = model(tokens()).logits
-    other, own = copied((model, replay))
-    assert own.model is other
-    assert RouterReplay.of(other) is own
-    with experts_seen(model) as untouched, own.replay(routes):
-        assert torch.equal(other(tokens()).logits, replayed)
-    assert not untouched
-    with pytest.raises(ReplayError, match="has a RouterReplay already"):
-        RouterReplay(other)
-    _, replay = pair()
+    calls.clear()
+    with experts_seen(model) as seen, replay.replay(routes):
+        model(tokens())
+    assert torch.equal(seen[1][0], routes[:, :, 1].flatten(0, 1))
+    assert len(calls) == 1
     replay.remove()
-    with pytest.raises(ReplayError, match="was removed"), copied(replay).record():
-        pass
+    assert router.forward is spied
+
+
+def test_router_jitter_is_off_until_removal() -> None:
+    model = make_tiny_moe("mixtral", router_jitter_noise=0.1).train()
+    assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
+    replay = RouterReplay(model)
+    with replay.record() as recording:
+        own = model(tokens()).logits
+    with replay.replay(recording.routed_experts):
+        assert torch.equal(model(tokens()).logits, own)
+    other = copy.deepcopy(model)
+    RouterReplay(other).remove()
+    replay_noise = [layer.mlp.jitter_noise for layer in model.model.layers]
+    replay.remove()
+    assert replay_noise == [0.0] * 4
+    for one in (model, other):
+        assert [layer.mlp.jitter_noise for layer in one.model.layers] == [0.1] * 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -159,41 +175,3 @@ def test_a_model_copied_between_forward_and_backward_is_on_its_own(reentrant: bo
     other.zero_grad()
     loss(other, own, routes).backward()
     assert_same(gradients(other), wanted)
-
-
-def test_a_forward_that_someone_else_put_on_a_router_is_kept() -> None:
-    model = make_tiny_moe()
-    router = model.model.layers[1].mlp.gate
-    calls = []
-
-    def spy(forward: Callable[..., object], *args: object) -> object:
-        calls.append(args)
-        return forward(*args)
-
-    router.forward = spied = partial(spy, router.forward)
-    replay = RouterReplay(model)
-    routes = random_routes(replay)
-    calls.clear()
-    with experts_seen(model) as seen, replay.replay(routes):
-        model(tokens())
-    assert torch.equal(seen[1][0], routes[:, :, 1].flatten(0, 1))
-    assert len(calls) == 1
-    replay.remove()
-    assert router.forward is spied
-
-
-def test_router_jitter_is_off_until_removal() -> None:
-    model = make_tiny_moe("mixtral", router_jitter_noise=0.1).train()
-    blocks = [layer.mlp for layer in model.model.layers]
-    assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
-    replay = RouterReplay(model)
-    with replay.record() as recording:
-        own = model(tokens()).logits
-    with replay.replay(recording.routed_experts):
-        assert torch.equal(model(tokens()).logits, own)
-    other = copy.deepcopy(model)
-    RouterReplay(other).remove()
-    assert [layer.mlp.jitter_noise for layer in other.model.layers] == [0.1] * 4
-    assert [block.jitter_noise for block in blocks] == [0.0] * 4
-    replay.remove()
-    assert [block.jitter_noise for block in blocks] == [0.1] * 4

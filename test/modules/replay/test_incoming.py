@@ -35,7 +35,6 @@ TWO = jagged(ROUTES[0, :2], ROUTES[1])
     [
         (ROUTES[0], None, r"routes must have shape \[B, T, 3, 2\], got \[3, 3, 2\]"),
         (ROUTES[:, :, 1:], None, r"got \[2, 3, 2, 2\].*L counts all decoder layers"),
-        (ROUTES[..., :1], None, r"got \[2, 3, 3, 1\]"),
         (jagged(ROUTES[0, :2, :, 0]), None, r"routes of sample 0 must have shape \[T, 3, 2\], got \[2, 3\]"),
         (TWO, [[1, 1, 0]] * 2, r"routes of sample 1 must have 2 rows, got 3.*attention_mask keeps"),
         (TWO, [[1, 1, 1]] * 3, r"attention_mask must have shape \[2, T\], got \[3, 3\]"),
@@ -53,12 +52,10 @@ def test_routes_and_masks_of_another_shape_are_refused(routes: Tensor, mask: Any
         (["a"], "a tensor of integers, got list"),
         (None, "a tensor of integers, got NoneType"),
         (ROUTES.to_sparse(), "dense or nested jagged, got layout torch.sparse_coo"),
-        (ROUTES > 0, "signed integer dtype, got torch.bool"),
         (ROUTES.float(), "signed integer dtype, got torch.float32"),
         (ROUTES.clamp(min=0).to(torch.uint8), "signed integer dtype, got torch.uint8.*from_vllm"),
         (changed((1, 2, 1), [5, U]), r"sample 1, token 2, layer 1 holds \[5, -1\], which is partly -1"),
         (changed((1, 2, 1), [8, 3]), r"sample 1, token 2, layer 1 holds expert 8 .* allowed are 0\.\.7"),
-        (changed((0, 1, 2), [-2, 3]), "sample 0, token 1, layer 2 holds expert -2"),
         (changed((0, 1, 2), [4, 4]), "sample 0, token 1, layer 2 holds expert 4 twice"),
         (changed((0, 2, 1), [0, 0]), r"sample 0, token 2, layer 1 holds \[0, 0\]: all zeros .* did not capture"),
         (changed((0, 0, 0), [4, 5]), r"layer 0 holds \[4, 5\], but that layer has no router"),
@@ -82,8 +79,7 @@ def test_tokens_are_counted_without_pads_in_every_layout() -> None:
     """The third token of the second sample, of two and four tokens."""
     short, long = ROUTES[0, :2], torch.cat([ROUTES[0], ROUTES[0, :1]])
     long[2, 1] = torch.tensor([5, 9])
-    pads = ROUTES.new_full((2, 3, 2), U)
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    pads, mask = ROUTES.new_full((2, 3, 2), U), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     left, right = torch.stack([torch.cat([pads, short]), long]), torch.stack([torch.cat([short, pads]), long])
     for routes, keep in ((left, mask), (right, mask.flip(1)), (jagged(short, long), None), (jagged(short, long), mask)):
         with pytest.raises(RouteValueError, match=r"sample 1, token 2, layer 1 holds expert 9 in \[5, 9\]"):
@@ -109,41 +105,31 @@ def test_a_layer_of_fewer_experts_per_token_has_trailing_unset_columns() -> None
 
 
 @pytest.mark.filterwarnings("error")
-def test_arrays_and_routed_experts_are_taken_without_a_warning() -> None:
-    read_only = np.asarray(ROUTES, dtype=np.int16)  # as arrays from a buffer or a file are
-    read_only.flags.writeable = False
-    for routes in (RoutedExperts(full=ROUTES.to(torch.int8), batch_size=[2]), np.array(read_only), read_only):
+def test_arrays_and_routed_experts_are_taken_without_a_warning_and_copied() -> None:
+    given, read_only = ROUTES.to(torch.int8, copy=True), np.asarray(ROUTES, dtype=np.int16)
+    read_only.flags.writeable = False  # as arrays from a buffer or a file are
+    for routes in (RoutedExperts(full=given, batch_size=[2]), np.array(read_only), read_only):
         assert bound(routes).replayed == (0, 6, 6)
-
-
-def test_bound_routes_do_not_change_with_the_tensor_they_came_from() -> None:
-    routes = ROUTES.clone()
-    binding = bound(routes)
-    routes.fill_(7)
+    binding = bound(given)
+    given.fill_(7)
     assert binding.choose(SITES[0], SCORES, own, False).tolist() == [[5, 3]] * 6
-
-
-def test_pads_are_live_whatever_their_rows_hold() -> None:
-    routes = changed((0, 0, 1), [4, 4])  # nonsense, on a pad
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    binding = bound(routes, mask)
-    assert binding.replayed == (0, 5, 5)
-    assert binding.choose(SITES[0], SCORES, own, False).tolist() == [own().indices[0].tolist()] + [[5, 3]] * 5
 
 
 def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
     # sequences of 2, 1 and 2 tokens, padded to [3, 2], in rows of 3: [b0 b1 a0], [c0 c1 .]
     mask = torch.tensor([[0, 1], [1, 1], [1, 1]])
-    index = torch.tensor([[0, 2], [0, 1], [3, 4]])
+    packing = Packing(torch.tensor([[0, 2], [0, 1], [3, 4]]), (2, 3))
     routes = torch.full((3, 2, 3, 2), U)
     routes[:, :, 1:] = torch.arange(6).view(3, 2, 1, 1) + torch.tensor([0, 1])
-    binding = bound(routes, mask, packing=Packing(index, (2, 3)))
+    routes[0, 0] = 4  # nonsense, on a pad
+    binding = bound(routes, mask, packing=packing)
     assert (binding.shape, binding.replayed) == ((2, 3), (0, 5, 5))
     assert binding.routes[:, 1, 0].tolist() == [2, 3, 1, 4, 5, U]
+    assert bound(routes, mask).replayed == (0, 5, 5)
     routes[2, 0, 2] = torch.tensor([4, 4])
     with pytest.raises(RouteValueError, match="sample 2, token 0, layer 2"):
-        bound(routes, mask, packing=Packing(index, (2, 3)))
-    spared = bound(routes, mask, packing=Packing(index, (2, 3)), on_bad_routes="live")
+        bound(routes, mask, packing=packing)
+    spared = bound(routes, mask, packing=packing, on_bad_routes="live")
     assert spared.refused == (2,)
     assert spared.routes[:, 1, 0].tolist() == [2, 3, 1, U, U, U]
 
@@ -152,10 +138,8 @@ def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
     ("index", "error", "message"),
     [
         ([[0, 1, 2], [3, 4, 4]], RouteValueError, "holds 4, which is out of range or there twice"),
-        ([[0, 1, 2], [3, 4, -1]], RouteValueError, "holds -1, which"),
         ([[0, 1, 2], [3, 4, 6]], RouteValueError, r"holds 6, .* from 0 to 5 for an input of \[1, 6\]"),
         (torch.arange(6).view(2, 3).to(torch.uint8), RouteValueError, "must have dtype torch.int64, got torch.uint8"),
-        (torch.ones(2, 3, dtype=torch.bool), RouteValueError, "must have dtype torch.int64, got torch.bool"),
         ([[0, 1, 2, 3, 4, 5]], RouteShapeError, r"packing.index must have shape \[2, 3\], got \[1, 6\]"),
     ],
 )

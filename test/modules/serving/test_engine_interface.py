@@ -47,48 +47,37 @@ def test_a_process_that_ends_with_an_engine_has_not_loaded_torchrl_and_restarts_
     assert run.stdout.splitlines() == ["set()", "0 SERVING"], run.stderr
 
 
-def test_an_engine_counts_as_torchrls() -> None:
+def test_an_engine_counts_as_torchrls_and_its_wrapper_refuses_it_by_its_type() -> None:
     from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+    from torchrl.modules.llm.policies import vLLMWrapper
 
     with FakeAsyncVLLM() as engine:
         assert isinstance(engine, RLvLLMEngine)
-    assert issubclass(FakeAsyncVLLM, RLvLLMEngine)
-    assert RLvLLMEngine.__abstractmethods__ <= set(dir(engine))
+        assert issubclass(FakeAsyncVLLM, RLvLLMEngine)
+        assert RLvLLMEngine.__abstractmethods__ <= set(dir(engine))
+        with pytest.raises(ValueError, match=r"model must be .* Got <class '.*FakeAsyncVLLM'>"):
+            vLLMWrapper(engine, input_mode="tokens")
 
 
-def test_torchrls_wrapper_refuses_an_engine_by_its_type() -> None:
-    from torchrl.modules.llm.policies import vLLMWrapper
-
-    with FakeAsyncVLLM() as engine, pytest.raises(ValueError, match=r"model must be .* Got <class '.*FakeAsyncVLLM'>"):
-        vLLMWrapper(engine, input_mode="tokens")
-
-
-def test_a_group_of_the_users_own_has_a_place_to_meet() -> None:
-    with FakeAsyncVLLM() as engine:
-        assert engine.get_master_address() == "127.0.0.1"
-        port = engine.get_master_port()
-        assert engine.get_master_port() == port
-        with socket.socket() as mine:
-            mine.bind(("127.0.0.1", port))
+def test_a_group_of_the_users_own_has_a_place_to_meet(three: FakeAsyncVLLM) -> None:
+    assert three.get_master_address() == "127.0.0.1"
+    port = three.get_master_port()
+    assert three.get_master_port() == port
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", port))
 
 
-def test_torchrls_updaters_need_a_sender_of_ours() -> None:
-    with FakeAsyncVLLM() as engine:
-        with pytest.raises(
-            RuntimeError, match=r"init_weight_update_group: no sender has this engine\. Make one: VLLMW"
-        ):
-            engine.init_weight_update_group()
-        given: list[Any] = []
-        engine.register_weight_sync(None, given.append)
-        engine.init_weight_update_group()
-        engine.update_weights(iter([("w", 1)]))
-        assert given == [[("w", 1)]]
-
-
-@pytest.mark.parametrize("method", ["load_weights_from_storage", "init_weight_update_group", "update_weight_broadcast"])
-def test_weights_do_not_come_by_a_workers_method(method: str) -> None:
-    with FakeAsyncVLLM() as engine, pytest.raises(ValueError, match=rf"'{method}'\): {actors.WEIGHTS[:20]}"):
-        engine.collective_rpc(method)
+def test_weights_come_by_a_sender_of_ours_and_no_workers_method(three: FakeAsyncVLLM) -> None:
+    with pytest.raises(RuntimeError, match=r"init_weight_update_group: no sender has this engine\. Make one: VLLMW"):
+        three.init_weight_update_group()
+    given: list[Any] = []
+    three.register_weight_sync(None, given.append)
+    three.init_weight_update_group()
+    three.update_weights(iter([("w", 1)]))
+    assert given == [[("w", 1)]]
+    for method in ("load_weights_from_storage", "init_weight_update_group", "update_weight_broadcast"):
+        with pytest.raises(ValueError, match=rf"'{method}'\): {actors.WEIGHTS[:20]}"):
+            three.collective_rpc(method)
 
 
 FEW: dict[str, Any] = {"sampling_params": {"max_tokens": 2}, "use_tqdm": False}
@@ -108,21 +97,17 @@ def test_there_is_one_for_each_replica_that_is_listed(three: FakeAsyncVLLM) -> N
     assert repr(three.actors[1]) == "ActorHandle(#2 SERVING v0 inflight=0)"
 
 
-def test_each_answers_by_itself(three: FakeAsyncVLLM) -> None:
-    replicas = [actor.generate("hi", **FEW).metrics.replica for actor in three.actors]
-    assert replicas == [0, 1, 2]
+def test_each_answers_by_itself(three: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [actor.generate("hi", **FEW).metrics.replica for actor in three.actors] == [0, 1, 2]
     last = three.actors[2]
     assert [one.metrics.replica for one in last.generate(prompt_token_ids=[[1], [2]], **FEW)] == [2, 2]
     assert last.get_tokenizer() is three.get_tokenizer()
     assert last.ready() is True
-    assert last.get_world_size() == 1
     assert (last.get_num_unfinished_requests(), last.get_cache_usage()) == (0, 0.0)
-
-
-def test_the_world_is_all_ranks_of_a_replica(three: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last.get_world_size() == 1
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 5}
     monkeypatch.setattr(three, "infos", [dataclasses.replace(three.infos[0], **sizes)])
-    assert three.actors[0].get_world_size() == 30
+    assert last.get_world_size() == 30  # all ranks of a replica
 
 
 def test_what_is_asked_of_one_concerns_that_one(three: FakeAsyncVLLM) -> None:

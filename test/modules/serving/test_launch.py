@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,9 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.ray import cluster
-from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
     DeviceSets,
-    EngineArguments,
     devices_of_trainer,
     pretrained_arguments,
     ranks_here,
@@ -94,23 +93,17 @@ def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> 
     assert [replica.life for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
 
 
-def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
+def test_a_service_starts_once(scripted: Any) -> None:
     with AsyncVLLM.launch({"model": "m"}) as engine:
         with pytest.warns(UserWarning, match=r"the service is already running; start\(\) does nothing") as caught:
             assert engine.start() is engine
         assert caught[0].filename == __file__
         assert scripted.made[0].life == ["start", "ready"]
-
-
-def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
-    engine = AsyncVLLM.launch({"model": "m"})
-    engine.shutdown()
-    with pytest.raises(RuntimeError, match=r"start: the service was shut down\. Make a new one"):
-        engine.start()
     never = AsyncVLLM({"model": "m"})
     never.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        never.start()
+    for ended in (engine, never):
+        with pytest.raises(RuntimeError, match=r"start: the service was shut down\. Make a new one"):
+            ended.start()
 
 
 @pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
@@ -126,44 +119,41 @@ def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted:
         engine.start()
 
 
-def test_a_start_that_takes_too_long_names_the_limit_and_its_variable(
+def test_a_start_that_takes_too_long_names_the_limit_which_is_for_all_replicas_together(
     scripted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted.script = {0: EngineError("replica 0 was not ready")}
-    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "2.5")
-    advice = r"^not all replicas started within 2\.5 s: raise timeout_seconds, or the .*TORCHRL_VLLM_TIMEOUT_SECONDS; "
-    words = rf"{advice}replica 0 was not ready"  # what to do stands before the log
-    with pytest.raises(EngineError, match=words):
-        AsyncVLLM.launch({"model": "m"})
-    assert scripted.made[0].life[-1] == "shutdown"
-
-
-def test_the_limit_is_for_all_replicas_together(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, launch = "TORCHRL_VLLM_TIMEOUT_SECONDS", {"model": "m"}
     scripted.script = {0: lambda: time.sleep(0.2)}
-    with AsyncVLLM({"model": "m"}, 2).start(timeout_seconds=5.0):
+    with AsyncVLLM(launch, 2).start(timeout_seconds=5.0):
         first, second = (replica.asked("ready")[0] for replica in scripted.made)
         assert 4.0 < first <= 5.0
         assert second <= first - 0.2
-    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "77")
-    with AsyncVLLM.launch({"model": "m"}):
-        assert 70 < scripted.made[-1].asked("ready")[0] <= 77
-    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
-    with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds, got 's"):
-        AsyncVLLM.launch({"model": "m"})
-    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS")
-    with AsyncVLLM.launch({"model": "m"}):
+    with AsyncVLLM.launch(launch):
         assert 590 < scripted.made[-1].asked("ready")[0] <= 600
+    monkeypatch.setenv(name, "77")
+    scripted.script = {0: EngineError("replica 0 was not ready")}
+    advice = rf"^not all replicas started within 77 s: raise timeout_seconds, or the .*{name}; replica 0 was not ready"
+    with pytest.raises(EngineError, match=advice):  # what to do stands before the log
+        AsyncVLLM.launch(launch)
+    assert scripted.made[-1].life[-1] == "shutdown"
+    assert 70 < scripted.made[-1].asked("ready")[0] <= 77
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds, got 'soon'"):
+        AsyncVLLM.launch(launch)
 
 
-def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
+def test_arguments_reach_every_replica_and_are_read_as_torchrl_reads_them(scripted: Any, model: Path) -> None:
     engine = AsyncVLLM.from_pretrained(model, num_replicas=2, sampling_params={"max_tokens": 3}, seed=7)
     with engine:
         expected = {"model": str(model), "tensor_parallel_size": 1, "seed": 7}
         assert [replica.arguments for replica in scripted.made] == [expected, {**expected, "seed": 8}]
         assert [replica.index for replica in scripted.made] == [0, 1]
         assert engine.sampling_params == {"max_tokens": 3}
-        assert engine.engine_args == expected
-        assert (engine.engine_args.model, engine.engine_args.seed) == (str(model), 7)
+        given = engine.engine_args
+        assert given == pickle.loads(pickle.dumps(given)) == expected
+        assert (given.model, given.seed) == (str(model), 7)
+        with pytest.raises(AttributeError, match=r"engine_args\.dtype: it was not given"):
+            given.dtype  # noqa: B018
 
 
 def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
@@ -183,147 +173,96 @@ def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
     assert new.life[-1] == "shutdown"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, 3 * 1024), ({"max_concurrent_requests": 5}, 5), ({"max_concurrent_requests": None}, None)],
-)
-def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_replica(
-    scripted: Any, given: Any, expected: int | None
-) -> None:
-    assert AsyncVLLM({"model": "m"}, 3, **given).admission.limit == expected
-    with pytest.raises(ValueError, match="max_concurrent_requests must be an integer of at least 1, or None, got 0"):
-        AsyncVLLM({"model": "m"}, max_concurrent_requests=0)
+def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_replica(scripted: Any) -> None:
+    for given, expected in (
+        ({}, 3 * 1024),
+        ({"max_concurrent_requests": 5}, 5),
+        ({"max_concurrent_requests": None}, None),
+    ):
+        assert AsyncVLLM({"model": "m"}, 3, **given).admission.limit == expected
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_prefix_caching_of_the_constructor_wins_over_the_engine_arguments(scripted: Any, enabled: bool) -> None:
-    given = {"model": "m", "enable_prefix_caching": not enabled}
-    AsyncVLLM(given, enable_prefix_caching=enabled)
-    AsyncVLLM(given)
+def test_prefix_caching_of_the_constructor_wins_over_the_engine_arguments(scripted: Any) -> None:
+    name = "enable_prefix_caching"
+    for enabled in (True, False):
+        given = {"model": "m", name: not enabled}
+        AsyncVLLM(given, enable_prefix_caching=enabled)
+        AsyncVLLM(given)
+        assert [replica.arguments[name] for replica in scripted.made[-2:]] == [enabled, not enabled]
+        assert given == {"model": "m", name: not enabled}
     AsyncVLLM({"model": "m"})
-    one, two, three = (replica.arguments for replica in scripted.made)
-    assert one["enable_prefix_caching"] is enabled
-    assert two["enable_prefix_caching"] is (not enabled)
-    assert "enable_prefix_caching" not in three
-    assert given == {"model": "m", "enable_prefix_caching": not enabled}
+    assert name not in scripted.made[-1].arguments
 
 
 def test_logs_and_metrics_are_as_the_service_is_told(
     scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    with AsyncVLLM.from_pretrained(model, verbose=True, metrics=False, log_folder="/logs") as engine:
-        assert not engine.metrics.enabled
-    with AsyncVLLM.from_pretrained(model) as engine:
-        assert engine.metrics.enabled
-    assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
-    assert [replica.log_folder for replica in scripted.made] == ["/logs", None]
+    for told, expected in (
+        ({"verbose": True, "metrics": False, "log_folder": "/logs"}, ("INFO", "/logs")),
+        ({}, ("WARNING", None)),
+    ):
+        with AsyncVLLM.from_pretrained(model, **told) as engine:
+            assert engine.metrics.enabled is told.get("metrics", True)
+        replica = scripted.made[-1]
+        assert (replica.environment["VLLM_LOGGING_LEVEL"], replica.log_folder) == expected
 
 
 def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
-    with make_async_vllm_engine(
-        model_name=model,
-        num_devices=1,
-        num_replicas=2,
-        verbose=True,
-        compile=False,
-        enable_fp32_output=True,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        enable_prefix_caching=False,
-        seed=3,
-    ) as engine:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    given = {"num_devices": 1, "num_replicas": 2, "verbose": True, "enable_prefix_caching": False, "seed": 3, **sizes}
+    with make_async_vllm_engine(model_name=model, compile=False, enable_fp32_output=True, **given) as engine:
         assert isinstance(engine, AsyncVLLM)
         assert engine.num_replicas == 2
         assert scripted.made[1].arguments == {
             "model": str(model),
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
             "compilation_config": {"mode": 0},
             "enable_prefix_caching": False,
             "hf_overrides": {"head_dtype": "float32"},
             "seed": 4,
+            **sizes,
         }
 
 
-def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    with AsyncVLLM.from_pretrained(model, 2, 3, True, False, True) as engine:
-        assert engine.num_replicas == 3
-        assert scripted.made[0].arguments == {
-            "model": str(model),
-            "tensor_parallel_size": 2,
-            "compilation_config": {"mode": 0},
-            "hf_overrides": {"head_dtype": "float32"},
-        }
-        assert scripted.made[0].environment["VLLM_LOGGING_LEVEL"] == "INFO"
-    with AsyncVLLM({"model": "m"}, 2, None, False) as engine:
-        assert engine.num_replicas == 2
-        assert engine.engine_args == {"model": "m", "enable_prefix_caching": False}
-    with pytest.raises(ValueError, match="actor_class must be None"):
-        AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
+NO_SIZES = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
+SIZES = {"tensor_parallel_size": 4, "data_parallel_size": 2}
+OWN = {"custom_ops": ["none"]}
 
 
-# -- pure parts --------------------------------------------------------------------------------------------------------
-
-
-def arguments_for(model: str = "org/model", *, devices: int | None = None, compiles: bool = True, **given: Any) -> Any:
-    return pretrained_arguments(model, devices, compiles, False, given)
-
-
-def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
-    assert arguments_for("Qwen/Qwen3-30B-A3B") == {"model": "Qwen/Qwen3-30B-A3B", "tensor_parallel_size": 1}
-    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
-        arguments_for(str(tmp_path))
-    with pytest.raises(ValueError, match="the folder does not exist"):
-        arguments_for(str(tmp_path / "none"))
-    (tmp_path / "config.json").write_text("{}")
-    assert arguments_for(str(tmp_path))["model"] == str(tmp_path)
-
-
-def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
-    none = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
-    assert arguments_for(**none) == {"model": "org/model", "tensor_parallel_size": 1}
-    assert arguments_for(devices=4, **none)["tensor_parallel_size"] == 4
-    assert arguments_for(devices=4, tensor_parallel_size=4, data_parallel_size=2) == {
-        "model": "org/model",
-        "tensor_parallel_size": 4,
-        "data_parallel_size": 2,
-    }
-    with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ"):
-        arguments_for(devices=4, tensor_parallel_size=2)
-    for given in ({"devices": 0}, {"tensor_parallel_size": 0}):
-        with pytest.raises(ValueError, match="must be an integer from 1 to 65536, or None, got 0"):
-            arguments_for(**given)
-
-
-def test_engine_arguments_are_read_as_torchrl_reads_them() -> None:
-    given = EngineArguments(model="m", seed=3)
-    assert (given.model, given.seed, given["seed"]) == ("m", 3, 3)
-    assert given == {"model": "m", "seed": 3}
-    assert pickle.loads(pickle.dumps(given)) == given
-    with pytest.raises(AttributeError, match=r"engine_args\.dtype: it was not given"):
-        given.dtype  # noqa: B018
-
-
-def test_what_is_not_compiled_has_vllms_mode_for_it_unless_another_is_named() -> None:
-    assert "compilation_config" not in arguments_for()
-    assert arguments_for(compiles=False)["compilation_config"] == {"mode": 0}
-    both = arguments_for(compiles=False, compilation_config={"custom_ops": ["none"]})
-    assert both["compilation_config"] == {"mode": 0, "custom_ops": ["none"]}
-    for given in ({"mode": 3}, 3):
-        assert arguments_for(compiles=False, compilation_config=given)["compilation_config"] == given
-    assert arguments_for(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
-
-
-def test_a_float32_head_is_one_more_override() -> None:
-    def overrides(**given: Any) -> Any:
-        return pretrained_arguments("org/model", None, True, True, given)["hf_overrides"]
-
-    assert overrides() == {"head_dtype": "float32"}
-    assert overrides(hf_overrides={"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
-    with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
-        overrides(hf_overrides=dict)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # devices are the tensor parallel size by another name
+        (NO_SIZES, {"tensor_parallel_size": 1}),
+        ({"devices": 4, **NO_SIZES}, {"tensor_parallel_size": 4}),
+        ({"devices": 4, **SIZES}, SIZES),
+        ({"devices": 4, "tensor_parallel_size": 2}, "num_devices=4 and tensor_parallel_size=2 differ"),
+        # what is not compiled has vLLM's mode for it, unless another is named
+        ({"compiles": False}, {"compilation_config": {"mode": 0}}),
+        ({"compiles": False, "compilation_config": OWN}, {"compilation_config": {"mode": 0, **OWN}}),
+        *(({"compiles": False, "compilation_config": one}, {"compilation_config": one}) for one in ({"mode": 3}, 3)),
+        ({"compilation_config": {"mode": 1}}, {"compilation_config": {"mode": 1}}),
+        # a float32 head is one more override
+        ({"float32": True}, {"hf_overrides": {"head_dtype": "float32"}}),
+        ({"float32": True, "hf_overrides": {"layers": 2}}, {"hf_overrides": {"layers": 2, "head_dtype": "float32"}}),
+        ({"float32": True, "hf_overrides": dict}, "needs hf_overrides to be a mapping"),
+        # a folder without a model is refused, and a hub's name is not
+        ({"model": "EMPTY"}, "the folder has no config.json"),
+        ({"model": "EMPTY/none"}, "the folder does not exist"),
+        ({"model": "FULL"}, {"model": "FULL"}),
+    ],
+)
+def test_arguments_of_a_pretrained_engine(tmp_path: Path, model: Path, given: dict[str, Any], expected: Any) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    given = dict(given)
+    name = given.pop("model", "org/model").replace("EMPTY", str(empty)).replace("FULL", str(model))
+    how = given.pop("devices", None), given.pop("compiles", True), given.pop("float32", False)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            pretrained_arguments(name, *how, given)
+    else:
+        found = pretrained_arguments(name, *how, given)
+        assert found == {"tensor_parallel_size": 1, **expected, "model": name}
 
 
 ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}
@@ -343,15 +282,6 @@ def service_of(name: str | None = None, namespace: str | None = None, resources:
     return ray_service(kind, given, 3, name=name, namespace=namespace, resources=resources, verbose=True)
 
 
-def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) -> None:
-    service = service_of()
-    make = ray_factory(service)
-    replicas = [make(2), make(0), make(2)]
-    assert all(isinstance(replica, RayReplica) and replica._service is service for replica in replicas)
-    assert [replica.index for replica in replicas] == [2, 0, 2]
-    assert [cast(RayReplica, replica)._number for replica in replicas] == [0, 1, 2]
-
-
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
     with pytest.raises(ValueError, match=r"^hf_token: .* set HF_TOKEN"):
         service_of(hf_token="hf_secret")
@@ -365,6 +295,13 @@ def test_with_a_name_it_outlives_its_driver_and_without_has_one_that_nobody_else
     assert one.resources == {"CPU": 2.0}  # for each of its devices
     assert (named.name, named.namespace, named.detached) == ("policy", "ours", True)
     assert named.resources == {"CPU": 3.0, "slot": 1.0}
+    made: list[Any] = [make(index) for make in [ray_factory(one)] for index in (2, 0, 2)]
+    # replicas of one service have seeds of their own
+    assert [(replica.index, replica._service, replica._number) for replica in made] == [
+        (2, one, 0),
+        (0, one, 1),
+        (2, one, 2),
+    ]
 
 
 def test_a_cluster_that_ends_with_this_process_cannot_keep_a_service(started: list[bool]) -> None:
@@ -377,34 +314,28 @@ def test_a_cluster_that_ends_with_this_process_cannot_keep_a_service(started: li
 # -- who gets which GPUs; that there are some is pretended -------------------------------------------------------------
 
 
-class Machine:
-    """Says which devices there are, and which of them this process computes on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        self(0)
-
-    def launch(self, ranks: int, here: int) -> None:
-        """As torchrun does, which this process is then rank 0 of."""
-        self._patch.setenv("WORLD_SIZE", str(ranks))
-        self._patch.setenv("LOCAL_WORLD_SIZE", str(here))
-
-    def __call__(self, count: int, named: str | None = None, current: int | None = None, filled: Any = ()) -> None:
-        self._patch.setattr(torch.cuda, "device_count", lambda: count)
-        self._patch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
-        self._patch.setattr(torch.cuda, "current_device", lambda: current)
-        self._patch.setattr(torch.cuda, "memory_reserved", lambda index: 1 << 20 if index in filled else 0)
-        if named is None:
-            self._patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        else:
-            self._patch.setenv("CUDA_VISIBLE_DEVICES", named)
-
-
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(monkeypatch)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets which devices there are, which of them this process computes on, and the ranks that torchrun launched."""
+
+    def pretend(
+        count: int,
+        named: str | None = None,
+        current: int | None = None,
+        filled: tuple[int, ...] = (),
+        ranks: tuple[int | None, int | None] = (None, None),
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 1 << 20 if index in filled else 0)
+        names = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for name, value in zip(names, (named, *ranks), strict=True):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+
+    return pretend
 
 
 @pytest.mark.parametrize(
@@ -420,140 +351,92 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     ],
 )
 def test_devices_have_the_names_that_the_driver_knows(
-    machine: Machine, named: str | None, count: int, expected: list[str]
+    machine: Callable[..., None], named: str | None, count: int, expected: list[str]
 ) -> None:
     machine(count, named)
     assert visible_devices() == expected
 
 
 @pytest.mark.gpu
-def test_a_machine_with_gpus_shows_them() -> None:
+def test_a_machine_with_gpus_shows_them_and_a_trainer_that_has_filled_one_computes_on_it() -> None:
     assert len(visible_devices()) == torch.cuda.device_count() > 0
-
-
-@pytest.mark.gpu
-def test_a_trainer_that_has_filled_a_device_computes_on_it() -> None:
     kept = torch.zeros(8, device="cuda")
     assert kept.device.index in devices_of_trainer()
 
 
-def of_all(sets: DeviceSets, num_replicas: int) -> list[str | None]:
-    return [sets.of(index) for index in range(num_replicas)]
+TWO: dict[str, Any] = {"count": 2, "named": "4,7"}
+THREE: dict[str, Any] = {"count": 3, "named": "9,8,7"}
+BUSY: dict[str, Any] = {"count": 4, "named": "6,5,4,3", "current": 0, "filled": (2,)}
+NAMED: dict[str, Any] = {"count": 4, "named": "9,8,7,GPU-f", "current": 0}
 
 
 @pytest.mark.parametrize(
-    ("count", "named", "num_replicas", "per_replica", "expected"),
+    ("devices", "has", "num_replicas", "each", "expected"),
     [
-        (1, None, 1, 1, ["0"]),
-        (4, None, 4, 1, ["0", "1", "2", "3"]),
-        (4, None, 2, 2, ["0,1", "2,3"]),
-        (4, None, 1, 4, ["0,1,2,3"]),
-        (4, None, 1, 3, ["0,1,2"]),
-        (3, "5,GPU-ab12,2", 2, 1, ["5", "GPU-ab12"]),
-        (0, None, 3, 1, [None, None, None]),
-        (0, None, 2, 8, [None, None]),
+        # each replica gets devices of its own
+        (None, {"count": 4}, 4, 1, ["0", "1", "2", "3"]),
+        (None, {"count": 4}, 2, 2, ["0,1", "2,3"]),
+        (None, {"count": 4}, 1, 3, ["0,1,2"]),
+        (None, {"count": 3, "named": "5,GPU-ab12,2"}, 2, 1, ["5", "GPU-ab12"]),
+        (None, {"count": 0}, 2, 8, [None, None]),
+        (None, TWO, 3, 1, "3 replicas of 1 GPU(s) need 3, but 2 are visible (4, 7). Use fewer"),
+        (None, TWO, 1, 3, "1 replicas of 3 GPU(s) need 3, but 2 are visible"),
+        (None, TWO, 2, 2, "2 replicas of 2 GPU(s) need 4, but 2 are visible"),
+        # and none where the trainer computes; a single one is shared on purpose only
+        (None, BUSY, 2, 1, ["5", "3"]),
+        (None, BUSY, 1, 2, ["5,3"]),
+        (None, BUSY, 3, 1, "4 are visible (6, 5, 4, 3), and the trainer computes on 6, 4. Use fewer replicas, a "),
+        (None, {"count": 1, "current": 0}, 1, 1, "1 are visible (0), and the trainer computes on 0"),
+        ([[0]], {"count": 1, "current": 0}, 1, 1, ["0"]),
+        (None, {"count": 1}, 1, 1, ["0"]),  # a trainer that computes on the CPU, or has not begun
+        # they are named by the numbers of this process, or by name
+        ([[1], [2]], NAMED, 2, 1, ["8", "7"]),
+        ([1, 2], NAMED, 2, 1, ["8", "7"]),
+        (["cuda:3", torch.device("cuda", 0)], NAMED, 2, 1, ["GPU-f", "9"]),
+        (["GPU-f", [2]], NAMED, 2, 1, ["GPU-f", "7"]),
+        ([(3, 1), (0, 2)], NAMED, 2, 2, ["GPU-f,8", "9,7"]),
+        ([1, 1], NAMED, 2, 1, ["8", "8"]),  # two engines on one: their memory is their user's business
+        ([[0]], THREE, 2, 1, "has 1 entries, for 2 replicas"),
+        ([[0], [1, 2]], THREE, 2, 1, "replica 1 needs 1 different GPU(s) (tensor, pipeline and data parallel ranks), "),
+        ([[0], []], THREE, 2, 1, "replica 1 needs 1 different GPU(s)"),
+        ([[0, 0], [1, 2]], THREE, 2, 2, "replica 0 needs 2 different GPU(s)"),
+        ("cuda:0", THREE, 2, 1, "devices='cuda:0': give a list with one entry per replica"),
+        ([0, 3], THREE, 2, 1, "there is no 3; there are 'cuda:0' to 'cuda:2', in this process's own numbers"),
+        # "8": a number as text: of whose counting?
+        *(([0, none], THREE, 2, 1, f"there is no {none!r}") for none in (-1, "cpu", "cuda", "8", 1.5)),
     ],
 )
-def test_each_replica_gets_devices_of_its_own(
-    machine: Machine, count: int, named: str | None, num_replicas: int, per_replica: int, expected: list[str | None]
+def test_each_replica_has_its_own_devices_or_the_reason_is_named(
+    machine: Callable[..., None], devices: Any, has: dict[str, Any], num_replicas: int, each: int, expected: Any
 ) -> None:
-    machine(count, named)
-    assert of_all(DeviceSets(None, num_replicas, per_replica), num_replicas) == expected
+    machine(**has)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError) as error:
+            DeviceSets(devices, num_replicas, each)
+        assert expected in str(error.value)
+    else:
+        sets = DeviceSets(devices, num_replicas, each)
+        assert [sets.of(index) for index in range(num_replicas)] == expected
 
 
-@pytest.mark.parametrize(("num_replicas", "per_replica", "needed"), [(3, 1, 3), (1, 3, 3), (2, 2, 4)])
-def test_too_few_devices_are_counted_and_named(
-    machine: Machine, num_replicas: int, per_replica: int, needed: int
-) -> None:
-    machine(2, "4,7")
-    words = rf"{num_replicas} replicas of {per_replica} GPU\(s\) need {needed}, but 2 are visible \(4, 7\)\. Use fewer"
-    with pytest.raises(ValueError, match=words):
-        DeviceSets(None, num_replicas, per_replica)
-
-
-def test_replicas_are_not_put_where_the_trainer_computes(machine: Machine) -> None:
-    machine(4, "6,5,4,3", current=0, filled=(2,))
-    assert devices_of_trainer() == [0, 2]
-    assert of_all(DeviceSets(None, 2, 1), 2) == ["5", "3"]
-    assert of_all(DeviceSets(None, 1, 2), 1) == ["5,3"]
-    with pytest.raises(
-        ValueError,
-        match=r"3 replicas .* 4 are visible \(6, 5, 4, 3\), and the trainer computes on 6, 4\. .*devices=\[\[0\]",
-    ):
-        DeviceSets(None, 3, 1)
-
-
-def test_ranks_of_this_machine_are_counted_if_there_are_several(machine: Machine) -> None:
-    assert ranks_here() == 0
-    for ranks, here, expected in ((1, 1, 0), (4, 4, 4), (16, 8, 8), (2, 1, 1)):
-        machine.launch(ranks, here)
+def test_ranks_of_this_machine_are_counted_if_there_are_several(machine: Callable[..., None]) -> None:
+    for ranks, expected in (((None, None), 0), ((1, 1), 0), ((4, 4), 4), ((16, 8), 8), ((2, 1), 1)):
+        machine(0, ranks=ranks)
         assert ranks_here() == expected
 
 
 @pytest.mark.parametrize("current", [None, 0])
-def test_no_replica_ever_gets_a_ranks_device(machine: Machine, current: int | None) -> None:
+def test_no_replica_ever_gets_a_ranks_device(machine: Callable[..., None], current: int | None) -> None:
     """Not one that is added later either; the other ranks may not have begun to fill theirs."""
-    machine(8, current=current)
-    machine.launch(4, 4)
+    machine(8, current=current, ranks=(4, 4))
     assert devices_of_trainer() == [0, 1, 2, 3]
     listed = [0, 1]
     sets = DeviceSets(None, 2, 1, lambda: listed)
-    assert of_all(sets, 2) == ["4", "5"]
+    assert [sets.of(0), sets.of(1)] == ["4", "5"]
     for index, expected in [(2, "6"), (3, "7")]:
         assert sets.of(index) == expected
         listed.append(index)
     with pytest.raises(ValueError, match=r"5 replicas .* the trainer computes on 0, 1, 2, 3\."):
         sets.of(4)
-    assert of_all(DeviceSets([[6], [4]], 2, 1), 2) == ["6", "4"]
     added = DeviceSets([[4]], 1, 1, lambda: [0])
-    assert added.of(0) == "4" and added.of(1) == "5"  # not 1, which is rank 1's
-
-
-def test_a_single_device_is_shared_on_purpose_only(machine: Machine) -> None:
-    machine(1, current=0)
-    with pytest.raises(ValueError, match="1 are visible \\(0\\), and the trainer computes on 0"):
-        DeviceSets(None, 1, 1)
-    assert DeviceSets([[0]], 1, 1).of(0) == "0"
-    machine(1)  # a trainer that computes on the CPU, or has not begun
-    assert DeviceSets(None, 1, 1).of(0) == "0"
-
-
-@pytest.mark.parametrize(
-    ("devices", "per_replica", "expected"),
-    [
-        ([[1], [2]], 1, ["8", "7"]),
-        ([1, 2], 1, ["8", "7"]),
-        (["cuda:3", torch.device("cuda", 0)], 1, ["GPU-f", "9"]),
-        (["GPU-f", [2]], 1, ["GPU-f", "7"]),
-        ([(3, 1), (0, 2)], 2, ["GPU-f,8", "9,7"]),
-        ([1, 1], 1, ["8", "8"]),  # two engines on one: their memory is their user's business
-    ],
-)
-def test_devices_are_named_by_the_numbers_of_this_process_or_by_name(
-    machine: Machine, devices: Any, per_replica: int, expected: list[str]
-) -> None:
-    machine(4, "9,8,7,GPU-f", current=0)
-    assert of_all(DeviceSets(devices, 2, per_replica), 2) == expected
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [
-        ([[0]], "has 1 entries, for 2 replicas"),
-        ([[0], [1, 2]], r"replica 1 needs 1 different GPU\(s\) .*, got \[1, 2\]"),
-        ([[0], []], r"replica 1 needs 1 different GPU\(s\)"),
-        ("cuda:0", "devices='cuda:0': give a list with one entry per replica"),
-        ([0, 3], "there is no 3; there are 'cuda:0' to 'cuda:2', in this process's own numbers"),
-        ([0, -1], "there is no -1"),
-        ([0, "cpu"], "there is no 'cpu'"),
-        ([0, "cuda"], "there is no 'cuda'"),
-        ([0, "8"], "there is no '8'"),  # a number as text: of whose counting?
-        ([0, 1.5], r"there is no 1\.5"),
-    ],
-)
-def test_devices_that_are_not_there_or_not_as_many_as_needed_are_refused(
-    machine: Machine, devices: Any, words: str
-) -> None:
-    machine(3, "9,8,7")
-    with pytest.raises(ValueError, match=words):
-        DeviceSets(devices, 2, 1)
+    assert [added.of(0), added.of(1)] == ["4", "5"]  # not 1, which is rank 1's

@@ -21,44 +21,9 @@ from torchrl_moe.modules.serving.candidates import (
     Recovery,
     ReplicaState,
     TableEntry,
-    check_transition,
     load_bound,
 )
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-
-
-def test_an_index_out_of_range_is_named_with_the_range() -> None:
-    table = ReplicaTable("ab")
-    for index in (-1, 2, 99):
-        for use in (table.__getitem__, lambda one: table.set_state(one, ReplicaState.SERVING)):
-            with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
-                use(index)
-
-
-def test_only_those_that_serve_a_version_in_range_are_candidates() -> None:
-    table = ReplicaTable("abcde", ReplicaState.SERVING)
-    for index, version in enumerate((3, 5, 4, 5, 9)):
-        table.set_version(index, version)
-    table.set_state(4, ReplicaState.DRAINING)
-    with table.changed:
-        found = {
-            (oldest, newest): [entry.index for entry in table.serving(oldest, newest)]
-            for oldest, newest in [(None, None), (4, None), (None, 4), (5, 5), (6, None), (None, 2), (0, 100)]
-        }
-        assert found == {
-            (None, None): [0, 1, 2, 3],
-            (4, None): [1, 2, 3],
-            (None, 4): [0, 2],
-            (5, 5): [1, 3],
-            (6, None): [],
-            (None, 2): [],
-            (0, 100): [0, 1, 2, 3],
-        }
-        assert table.newest_version == 5
-        assert table.serving() is table.serving(3)  # the same question
-    table.set_state(4, ReplicaState.SERVING)
-    with table.changed:
-        assert [entry.index for entry in table.serving(6)] == [4]
 
 
 def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_requests_of_its_time() -> None:
@@ -84,29 +49,6 @@ def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_reques
         assert table[0].usage is None
 
 
-def test_a_lost_cache_has_another_number() -> None:
-    table = ReplicaTable("ab", ReplicaState.SERVING)
-    seen = {entry.cache for entry in table}
-    assert len(seen) == 2
-
-    def lost() -> bool:
-        new = table[1].cache not in seen
-        seen.add(table[1].cache)
-        return new
-
-    table.set_state(1, ReplicaState.DRAINING)
-    assert not lost()
-    table.set_version(1, 0)  # loaded again, whatever its number
-    assert lost()
-    table.forget_prefixes(1)
-    assert lost()
-    table.mark_dead(1)
-    assert lost()
-    table.replace(1, "c")
-    assert lost()
-    assert table[0].cache == 0
-
-
 def test_a_listener_hears_changes_while_it_listens_and_no_longer() -> None:
     table = ReplicaTable("ab")
     heard = []
@@ -120,30 +62,21 @@ def test_a_listener_hears_changes_while_it_listens_and_no_longer() -> None:
     assert heard == [["SERVING", "STARTING"], ["SERVING", "DEAD"]]
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_death_is_noted_once_and_not_of_another_replica_in_its_place() -> None:
     first, second = object(), object()
-    table = ReplicaTable([first])
-    table.set_state(0, ReplicaState.SERVING)
+    table = ReplicaTable([first], ReplicaState.SERVING)
+    table.set_version(0, 3)
     table.mark_dead(0, "out of memory", first)
     table.mark_dead(0, "a consequence", first)
     assert (table[0].state, table[0].last_error) == (ReplicaState.DEAD, "out of memory")
     table.replace(0, second)
     table.mark_dead(0, "late news", first)
     assert (table[0].state, table[0].replica, table[0].restarts) == (ReplicaState.STARTING, second, 1)
-
-
-def test_a_new_replica_has_the_checkpoints_weights_and_the_table_remembers_the_latest() -> None:
-    table = ReplicaTable(["a"])
-    table.set_state(0, ReplicaState.SERVING)
-    table.set_version(0, 3)
-    table.mark_dead(0)
-    table.replace(0, "b")
-    assert (table[0].version, table.latest_version) == (0, 3)
+    assert (table[0].version, table.latest_version) == (0, 3)  # the checkpoint's weights
     with pytest.raises(ValueError, match="STARTING cannot become STARTING"):
-        table.replace(0, "c")
+        table.replace(0, first)
+    with pytest.raises(IndexError, match=r"actor index -1 out of range \[0, 1\)"):
+        table.set_state(-1, ReplicaState.SERVING)
 
 
 def test_one_that_waits_for_an_update_is_the_supervisors_again_once_it_continues() -> None:
@@ -154,18 +87,13 @@ def test_one_that_waits_for_an_update_is_the_supervisors_again_once_it_continues
         assert table[index].recovery is Recovery.SUPERVISOR
 
 
-def failing(table: ReplicaTable, index: int, times: int = 2) -> None:
-    for _ in range(times):
-        table.fail(index, "bad")
-
-
 def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None:
     table = ReplicaTable("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=2, breaker_cooldown=0.05))
-    failing(table, 0, 1)
+    table.fail(0, "bad")
     assert len(table.serving()) == 2
     heard: list[int] = []
     with listening(table, lambda: heard.append(len(table.serving()))):
-        failing(table, 0, 1)
+        table.fail(0, "bad")
         assert [entry.index for entry in table.serving()] == [1]
         time.sleep(0.06)
         table.cool()
@@ -175,10 +103,9 @@ def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None
 
 def test_of_bad_replicas_only_the_first_that_would_leave_nobody_is_tried_at_once() -> None:
     table = ReplicaTable("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=1, breaker_cooldown=3600.0))
-    failing(table, 0, 1)
-    assert [entry.breaker.state.name for entry in table] == ["OPEN", "CLOSED"]
-    failing(table, 1, 1)
-    assert [entry.breaker.state.name for entry in table] == ["HALF_OPEN", "HALF_OPEN"]
+    for index, expected in enumerate((["OPEN", "CLOSED"], ["HALF_OPEN", "HALF_OPEN"])):
+        table.fail(index, "bad")
+        assert [entry.breaker.state.name for entry in table] == expected
 
 
 def test_doubts_are_told_to_listeners_that_they_concern() -> None:
@@ -202,118 +129,41 @@ def test_of_many_replicas_a_table_prints_the_counts_and_the_first_few() -> None:
     assert repr(table[0].state) == "SERVING"
 
 
-# -- which state may follow which: all pairs, written out again by hand ------------------------------------------------
-
-
-# from (row) to (column): x may, . may not
-TABLE = """
-             STARTING  SERVING  DRAINING  SYNCING  QUARANTINED  DEAD
-STARTING     .         x        .         .        x            x
-SERVING      .         .        x         x        x            x
-DRAINING     .         x        .         x        x            x
-SYNCING      .         x        .         .        x            x
-QUARANTINED  x         .        .         .        .            x
-DEAD         x         .        .         .        .            .
-"""
-
-
-def test_only_the_drawn_transitions_are_allowed() -> None:
-    header, *rows = (line.split() for line in TABLE.strip().splitlines())
-    drawn = {(row[0], new): cell for row in rows for new, cell in zip(header, row[1:], strict=True)}
-    names = {state.name for state in ReplicaState}
-    assert drawn.keys() == {(old, new) for old in names for new in names}
-    found = {}
-    for old, new in drawn:
-        try:
-            check_transition(ReplicaState[old], ReplicaState[new])
-            found[old, new] = "x"
-        except ValueError as error:
-            assert str(error).startswith(f"a replica that is {old} cannot become {new}; allowed: ")
-            found[old, new] = "."
-    assert found == drawn
-
-
-# -- the breaker of one replica, with a clock set by hand --------------------------------------------------------------
-
-
 POLICY = FaultPolicy(breaker_failures=3, breaker_window=10.0, breaker_cooldown=5.0, breaker_trials=2)
+FAIL = (0, "fail", "closed")
+HALF_OPEN = (FAIL, FAIL, (0, "fail", "open *"), (5, "cool", "half-open"))
 
 
-def breaker(*failures: float) -> tuple[Breaker, Clock]:
-    """A breaker that failed at these times."""
+@pytest.mark.parametrize(
+    "steps",
+    [
+        # failures within the window open it
+        [FAIL, (5, "fail", "closed"), (10, "fail", "open *")],
+        [FAIL, (5, "fail", "closed"), (10.1, "fail", "closed"), (14.9, "fail", "open *")],
+        # an open one takes nothing until it has cooled down, and then a few at a time
+        [*HALF_OPEN[:3], (4.9, "cool", "open *"), (5, "cool", "half-open")],
+        [*HALF_OPEN, (5, "take", "half-open"), (5, "take", "half-open *"), (5, "unclear", "half-open")],
+        # a good trial closes it, and forgets the failures
+        [*HALF_OPEN, (5, "take", "half-open"), (5, "well", "closed"), (5, "fail", "closed"), (5, "fail", "closed")],
+        # a failure opens it again for as long; the earlier trial is over, and would not close it
+        [*HALF_OPEN, (5, "take", "half-open"), (5, "fail", "open *"), (5, "ill", "open *"), (9.9, "cool", "open *")],
+        [*HALF_OPEN, (5, "take", "half-open"), (5, "fail", "open *"), (5, "well", "open *"), (10, "cool", "half-open")],
+    ],
+)
+def test_a_breaker(steps: list[tuple[float, str, str]]) -> None:
+    """When, what happens, and the state after it; ``*``: it blocks."""
     clock = Clock()
-    made = Breaker(POLICY, clock)
-    for clock.now in failures:
-        made.failed()
-    return made, clock
-
-
-def half_open() -> tuple[Breaker, Clock]:
-    made, clock = breaker(0.0, 0.0, 0.0)
-    clock.now = 5.0
-    made.cool()
-    return made, clock
-
-
-def test_failures_within_the_window_open_it() -> None:
-    assert breaker()[0].state is BreakerState.CLOSED
-    assert breaker(0.0, 1.0)[0].state is BreakerState.CLOSED
-    assert breaker(0.0, 5.0, 10.0)[0].state is BreakerState.OPEN
-    assert breaker(0.0, 5.0, 10.1)[0].state is BreakerState.CLOSED
-    assert breaker(0.0, 5.0, 10.1, 14.9)[0].state is BreakerState.OPEN
-
-
-def test_an_open_one_takes_nothing_until_it_has_cooled_down_and_then_a_few_at_a_time() -> None:
-    made, clock = breaker(0.0, 0.0, 0.0)
-    assert made.blocks
-    clock.now = 4.9
-    made.cool()
-    assert made.blocks
-    clock.now = 5.0
-    made.cool()
-    assert made.state is BreakerState.HALF_OPEN
-    assert not made.blocks
-    assert (made.take(), made.blocks) == (True, False)
-    assert (made.take(), made.blocks) == (True, True)
-    made.tried(None)
-    assert not made.blocks
-
-
-def test_a_good_trial_closes_it_and_forgets_the_failures() -> None:
-    made, _ = half_open()
-    made.take()
-    made.tried(True)
-    assert made.state is BreakerState.CLOSED
-    assert made.take() is False
-    made.failed()
-    made.failed()
-    assert made.state is BreakerState.CLOSED
-
-
-def test_a_failure_opens_a_half_open_one_again_for_as_long() -> None:
-    made, clock = half_open()
-    made.take()
-    made.failed()
-    made.tried(False)
-    clock.now = 9.9
-    made.cool()
-    assert made.state is BreakerState.OPEN
-    clock.now = 10.0
-    made.cool()
-    assert made.state is BreakerState.HALF_OPEN
-    assert (made.take(), made.take(), made.blocks) == (True, True, True)  # the earlier trial is over
-
-
-@pytest.mark.parametrize("well", [True, False])
-def test_a_trial_of_before_does_not_close_an_open_one(well: bool) -> None:
-    made, _ = half_open()
-    made.take()
-    made.failed()
-    made.tried(well)
-    assert made.state is BreakerState.OPEN
-
-
-# -- candidates --------------------------------------------------------------------------------------------------------
+    breaker = Breaker(POLICY, clock)
+    outcomes = {"well": True, "ill": False, "unclear": None}
+    for now, what, expected in steps:
+        clock.now = now
+        if what in outcomes:
+            breaker.tried(outcomes[what])
+        elif what == "take":
+            assert breaker.take() is (breaker.state is BreakerState.HALF_OPEN)
+        else:
+            {"fail": breaker.failed, "cool": breaker.cool}[what]()
+        assert breaker.state.value + " *" * breaker.blocks == expected
 
 
 def entries(*inflight: int) -> list[TableEntry]:
@@ -359,4 +209,3 @@ def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> Non
 
 def test_delays_stop_at_the_longest_however_many_there_were() -> None:
     assert FaultPolicy(first_delay=0.25, longest_delay=1.5).delay(10**6) == 1.5
-    assert FaultPolicy(first_delay=0.0).delay(5) == 0.0

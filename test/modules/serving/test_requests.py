@@ -283,90 +283,60 @@ def plain(prompts: Any = None, prompt_token_ids: Any = None) -> Any:
     return listed[0] if batch.single else listed
 
 
-PROMPTS = [
-    pytest.param("hi", "hi", id="text"),
-    pytest.param([1, 2], [1, 2], id="list"),
-    pytest.param([7], [7], id="list of one id"),
-    pytest.param((1, 2), [1, 2], id="tuple"),
-    pytest.param(range(3), [0, 1, 2], id="range"),
-    pytest.param([np.int64(1), np.int64(2)], [1, 2], id="list of numpy ids"),
-    pytest.param(np.array([1, 2]), [1, 2], id="numpy int64"),
-    pytest.param(np.array([1, 2], np.uint8), [1, 2], id="numpy uint8"),
-    pytest.param(torch.tensor([1, 2]), [1, 2], id="tensor int64"),
-    pytest.param(torch.tensor([1, 2], dtype=torch.int32), [1, 2], id="tensor int32"),
-    pytest.param({"prompt": "hi"}, "hi", id="TextPrompt"),
-    pytest.param({"prompt_token_ids": [1, 2]}, [1, 2], id="TokensPrompt"),
-    pytest.param({"prompt_token_ids": torch.tensor([1, 2])}, [1, 2], id="TokensPrompt of a tensor"),
-    pytest.param({"prompt_token_ids": [1, 2], "prompt": "hi"}, [1, 2], id="TokensPrompt with its text"),
-    pytest.param({"prompt_token_ids": None, "prompt": "hi"}, "hi", id="TextPrompt with an unset field"),
-    pytest.param([2**31 - 1], [2**31 - 1], id="the largest id"),
-    pytest.param(["hi"], ["hi"], id="one-item list of text"),
-    pytest.param(["a", "b"], ["a", "b"], id="texts"),
-    pytest.param([[1, 2]], [[1, 2]], id="one-item list of ids"),
-    pytest.param([[1, 2], [3]], [[1, 2], [3]], id="lists"),
-    pytest.param(((1, 2), (3,)), [[1, 2], [3]], id="tuples"),
-    pytest.param([np.array([1, 2]), np.array([3])], [[1, 2], [3]], id="list of arrays"),
-    pytest.param(np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]], id="numpy 2-D"),
-    pytest.param(torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]], id="tensor 2-D"),
-    pytest.param(torch.tensor([[1, 2]]), [[1, 2]], id="tensor of one row"),
-    pytest.param([torch.tensor([1, 2]), torch.tensor([3])], [[1, 2], [3]], id="list of tensors"),
-    pytest.param([{"prompt": "a"}], ["a"], id="one-item list of TextPrompts"),
-    pytest.param([{"prompt": "a"}, {"prompt_token_ids": [1]}], ["a", [1]], id="dictionaries"),
-    pytest.param(["a", [1, 2], {"prompt": "b"}], ["a", [1, 2], "b"], id="mixed"),
+A, AB = torch.tensor([1, 2]), torch.tensor([[1, 2], [3, 4]])
+PROMPTS: list[tuple[Any, list[Any]]] = [
+    ("hi", ["hi", {"prompt": "hi"}, {"prompt_token_ids": None, "prompt": "hi"}]),
+    ([1, 2], [[1, 2], (1, 2), [np.int64(1), np.int64(2)], A.numpy(), np.array([1, 2], np.uint8), A, A.to(torch.int32)]),
+    ([1, 2], [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": A}, {"prompt_token_ids": [1, 2], "prompt": "hi"}]),
+    ([7], [[7], np.array([7])]),
+    ([0, 1, 2], [range(3)]),
+    ([2**31 - 1], [[2**31 - 1]]),
+    (["a"], [["a"], [{"prompt": "a"}]]),  # many, of which there is one
+    ([[1, 2]], [[[1, 2]], torch.tensor([[1, 2]])]),
+    (["a", "b"], [["a", "b"]]),
+    ([[1, 2], [3]], [[[1, 2], [3]], ((1, 2), (3,)), [A.numpy(), np.array([3])], [A, torch.tensor([3])]]),
+    ([[1, 2], [3, 4]], [AB, AB.numpy()]),
+    (["a", [1, 2], "b"], [["a", [1, 2], {"prompt": "b"}], ["a", {"prompt_token_ids": [1, 2]}, "b"]]),
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), PROMPTS)
-def test_one_prompt_or_many_in_their_order(given: Any, expected: Any) -> None:
+@pytest.mark.parametrize(("expected", "given"), [(expected, one) for expected, given in PROMPTS for one in given])
+def test_one_prompt_or_many_in_their_order(expected: Any, given: Any) -> None:
     assert plain(given) == expected
 
 
-@pytest.mark.parametrize("given", [[1, 2], [[1, 2], [3]], torch.tensor([[1, 2], [3, 4]]), np.array([5])], ids=str)
-def test_token_ids_may_come_under_their_own_name(given: Any) -> None:
-    assert plain(prompt_token_ids=given) == plain(given)
+def test_token_ids_may_come_under_their_own_name() -> None:
+    for given, expected in (([1, 2], [1, 2]), ([[1, 2], [3]], [[1, 2], [3]]), (AB, [[1, 2], [3, 4]])):
+        assert plain(prompt_token_ids=given) == expected
 
 
+EMPTY, FLAT, TEXT = "is an empty prompt", "must be a flat list of integer token ids", "must be text or token ids, got"
 NO_PROMPTS: list[tuple[type[Exception], str, list[Any]]] = [
-    (ValueError, "^prompts is an empty prompt", ["", np.array([], int), torch.tensor([], dtype=torch.long)]),
-    (ValueError, r"^prompts\[1\] is an empty prompt", [["a", ""], [[1], []]]),
-    (ValueError, r"^prompts\[0\] is an empty prompt", [torch.zeros((2, 0), dtype=torch.long)]),
-    (ValueError, r"^prompts\['prompt'\] is an empty prompt", [{"prompt": ""}]),
-    (ValueError, r"^prompts\[0\]\['prompt_token_ids'\] is an empty prompt", [[{"prompt_token_ids": []}]]),
+    (ValueError, f"^prompts {EMPTY}", ["", np.array([], int), torch.tensor([], dtype=torch.long)]),
+    (ValueError, rf"^prompts\[1\] {EMPTY}", [["a", ""], [[1], []]]),
+    (ValueError, rf"^prompts\[0\] {EMPTY}", [torch.zeros((2, 0), dtype=torch.long)]),
+    (ValueError, rf"^prompts\['prompt'\] {EMPTY}", [{"prompt": ""}]),
+    (ValueError, rf"^prompts\[0\]\['prompt_token_ids'\] {EMPTY}", [[{"prompt_token_ids": []}]]),
     (TypeError, r"^prompts has neither 'prompt_token_ids' nor 'prompt'; its keys are \['text'\]", [{"text": "hi"}]),
     (
         ValueError,
         r"^prompts\[1\] holds the negative token id -1",
-        [[[1], [4, -1]], torch.tensor([[1, 2], [-1, 0]]), np.array([[1, 2], [3, -1]])],
+        [[[1], [4, -1]], torch.tensor([[1], [-1]]), np.array([[1, 2], [3, -1]])],
     ),
     (
         ValueError,
-        r"^prompts holds the token id \d+; the largest possible one is 2147483647",
-        [[1, 2**31], np.array([2**40, 2**31]), np.array([2**31], np.uint32)],
+        r"^prompts holds the token id \d+; the largest",
+        [[1, 2**31], A + 2**40, np.array([2**31], np.uint32)],
     ),
-    (
-        TypeError,
-        r"^prompts must be a flat list of integer token ids",
-        [
-            *([1, 2.5], [1, "a"], [1, [2]], [1, 2**70], b"hi"),
-            *(np.array([1.0, 2.0]), torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16)),
-            torch.tensor([True]),
-        ],
-    ),
-    (
-        TypeError,
-        r"^prompts\[0\] must be a flat list of integer token ids",
-        [[[1, [2]]], [[[1]]], np.zeros((2, 2, 2), int), [torch.tensor(1), torch.tensor(2)]],
-    ),
+    (TypeError, f"^prompts {FLAT}", [[1, 2.5], [1, "a"], [1, [2]], [1, 2**70], b"hi"]),
+    (TypeError, f"^prompts {FLAT}", [np.array([1.0]), A.float(), A.bfloat16(), A.bool()]),
+    (TypeError, rf"^prompts\[0\] {FLAT}", [[[1, [2]]], [[[1]]], np.zeros((2, 2, 2), int), [A[0], A[1]]]),
     (TypeError, r"^prompts must .* integer token ids, got True at 0", [[True, False], [True, 1]]),
-    (TypeError, r"^prompts must .* integer token ids, got True at 1", [[1, True]]),
     (TypeError, r"^prompts\[1\] must .* integer token ids, got False at 1", [[[1, 2], [3, False]]]),
-    (
-        TypeError,
-        r"^prompts must be text, token ids or a list of them, got (int|float|object|set|list_iterator|ndarray|Tensor)$",
-        [3, 2.5, object(), {1, 2}, iter([1]), np.array(3), torch.tensor(3)],
-    ),
-    (TypeError, r"^prompts\[0\] must be text or token ids, got (float|NoneType)$", [[1.0, 2.0], [None]]),
-    (TypeError, r"^prompts\[1\] must be text or token ids, got int$", [["a", 1]]),
+    (TypeError, r"^prompts must be text, token ids or a list of them, got \w+$", [3, 2.5, object(), {1, 2}, iter([1])]),
+    (TypeError, r"^prompts must be text, token ids or a list of them, got \w+$", [np.array(3), torch.tensor(3)]),
+    (TypeError, rf"^prompts\[0\] {TEXT} (float|NoneType)$", [[1.0, 2.0], [None]]),
+    (TypeError, rf"^prompts\[1\] {TEXT} int$", [["a", 1]]),
 ]
 
 
@@ -415,16 +385,6 @@ def resuming(completion: Completion, **fields: Any) -> Request:
     return make_request(completion, Request(**{"request_id": "new", "sampling_params": PARAMS, **fields}))
 
 
-def test_completions_to_resume_are_prompts_too() -> None:
-    one, two = answer(), answer()
-    batch = normalise_prompts(resume=one)
-    assert batch.single and batch.prompts[0] is one
-    for several in ([one, two], (one, two)):
-        batch = normalise_prompts(resume=several)
-        assert not batch.single and batch.prompts[0] is one and batch.prompts[1] is two
-    assert normalise_prompts(resume=replace(one, num_cached_tokens=np.int64(2))).prompts
-
-
 def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
     partial = cut(answer(), 3, None)
     request = resuming(partial, priority=4)
@@ -436,23 +396,10 @@ def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
     without = changed(partial, routed_experts=None)  # routes that are not asked for may be missing
     check_resume(resuming(without, return_routed_experts=False), 0, LAYOUT)
     check_resume(resuming(without), 0, None)
-
-
-@pytest.mark.parametrize("prompt", ["hi", [104, 105]])
-def test_what_had_no_token_begins_with_its_own_prompt(prompt: Any) -> None:
-    request = resuming(cut(answer(prompt), 0, 0))
-    assert request.resume is None
-    assert request.prompt == (prompt if isinstance(prompt, str) else None)
-    assert (request.prompt_token_ids is None) is isinstance(prompt, str)
-    assert whole(request) is None
-    check_resume(request, 0, LAYOUT)
-
-
-def test_what_is_whole_is_the_answer_whatever_is_asked_for_now() -> None:
-    done = answer()
-    request = resuming(done, sampling_params={"n": 5})
-    assert whole(request) is done
-    check_resume(request, 0, None)
+    for prompt in ("hi", [104, 105]):  # what had no token begins with its own prompt
+        begun = resuming(cut(answer(prompt), 0, 0))
+        assert (begun.resume, whole(begun), begun.prompt) == (None, None, prompt if prompt == "hi" else None)
+        assert (begun.prompt_token_ids is None) is (prompt == "hi")
 
 
 @pytest.mark.parametrize(
@@ -542,8 +489,7 @@ def test_numbers_come_in_whatever_holds_them_and_those_of_groups_are_names(value
     assert placements(2, group_ids=values) == [Placement(group_id="3"), Placement(group_id="-4")]
     assert integers(values, 2, "priority") == [3, -4]
     assert [where.min_version for where in placements(2, min_version=values)] == [3, -4]
-    mixed = [values[0], "3", None]
-    assert [where.group_id for where in placements(3, group_ids=mixed)] == ["3", "3", None]
+    assert [where.group_id for where in placements(3, group_ids=[values[0], "3", None])] == ["3", "3", None]
 
 
 @pytest.mark.parametrize("value", [5, np.int64(5), torch.tensor(5)])
@@ -553,25 +499,16 @@ def test_one_value_is_for_all_prompts(value: Any) -> None:
     assert placements(2, min_version=value, request_context={"k": 1}, actor_index=1) == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *(
-            (lambda name=name: placements(2, **{name: [None]}), f"{name} must have one entry per prompt: got 1 for 2")
-            for name in ("session_ids", "group_ids", "min_version", "request_context")
-        ),
-        (lambda: placements(2, min_version=[1, 2, 3]), "min_version must have one entry per prompt: got 3 for 2"),
-        (lambda: placements(2, group_ids="s"), "group_ids must have one entry per prompt: got 1 for 2"),
-        (lambda: request_ids_each(["s"], 2), "request_ids must have one entry per prompt"),
-        (lambda: request_ids_each(["s", "s"], 2), "request_ids must differ from each other"),
-    ],
-)
-def test_a_list_has_one_entry_per_prompt(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+@pytest.mark.parametrize("name", ["session_ids", "group_ids", "min_version", "request_context"])
+def test_a_list_has_one_entry_per_prompt(name: str) -> None:
+    for values in ([None], [None] * 3):
+        words = f"{name} must have one entry per prompt: got {len(values)} for 2"
+        with pytest.raises(ValueError, match=words):
+            placements(2, **{name: values})
+    for names, words in ((["s"], "have one entry per prompt"), (["s", "s"], "differ from each other")):
+        with pytest.raises(ValueError, match=f"request_ids must {words}"):
+            request_ids_each(names, 2)
 
-
-# -- routes to follow -------------------------------------------------------------------------------------------------
 
 IDS = np.array([1, 2, 3], np.int32)
 ONE, TWO = PromptBatch([IDS], single=True), PromptBatch([IDS, IDS], single=False)
@@ -579,15 +516,13 @@ ROWS = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
 """Two rows of a model of three layers."""
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        ROWS,
-        torch.from_numpy(ROWS),
-        RoutedExperts(full=torch.tensor(ROWS)),
-    ],
-    ids=["array", "tensor", "RoutedExperts"],
-)
+def held(rows: Any) -> list[Any]:
+    """Rows in whatever holds them."""
+    tensor = torch.from_numpy(rows)
+    return [rows, tensor, RoutedExperts(full=tensor, batch_size=rows.shape[:-3])]
+
+
+@pytest.mark.parametrize("value", held(ROWS), ids=type)
 def test_routes_of_one_prompt_come_in_whatever_holds_them(value: Any) -> None:
     (rows,) = rows_each(value, ONE)
     assert isinstance(rows, np.ndarray)
@@ -598,13 +533,10 @@ def test_routes_of_one_prompt_come_in_whatever_holds_them(value: Any) -> None:
     "values",
     [
         [ROWS, ROWS + 1],
-        (torch.from_numpy(ROWS), RoutedExperts(full=torch.tensor(ROWS + 1))),
-        np.stack([ROWS, ROWS + 1]),
-        torch.from_numpy(np.stack([ROWS, ROWS + 1])),
-        RoutedExperts(full=torch.from_numpy(np.stack([ROWS, ROWS + 1])), batch_size=[2]),
-        lazy_stack([RoutedExperts(full=torch.tensor(ROWS)), RoutedExperts(full=torch.tensor(ROWS + 1))]),
+        tuple(held(ROWS + one)[one + 1] for one in range(2)),
+        *held(np.stack([ROWS, ROWS + 1])),
+        lazy_stack([held(ROWS)[2], held(ROWS + 1)[2]]),
     ],
-    ids=["arrays", "mixed", "array", "tensor", "RoutedExperts", "lazy stack"],
 )
 def test_several_prompts_have_routes_each(values: Any) -> None:
     first, second = rows_each(values, TWO)
@@ -643,27 +575,24 @@ def test_routes_of_another_byte_order_are_read_and_masked_or_endless_ones_are_no
         rows_each(np.broadcast_to(ROWS[:1], (2**40, *ROWS.shape[1:])), ONE)
 
 
-@pytest.mark.parametrize("values", ["experts", 3, {"full": ROWS}, RoutedExperts(full=torch.tensor(ROWS))])
+@pytest.mark.parametrize("values", ["experts", 3, {"full": ROWS}, held(ROWS)[2]])
 def test_the_routes_of_one_prompt_are_not_those_of_several(values: Any) -> None:
     with pytest.raises(TypeError, match="routed_experts must be a list with an entry per prompt, got"):
         rows_each(values, TWO)
 
 
+def completion(ids: Any, **fields: Any) -> Completion:
+    return Completion(request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[], **fields)
+
+
 def test_rows_may_come_with_what_is_resumed() -> None:
     """An answer that has no token yet begins again, and nobody else remembers what it was to follow."""
-    had = Completion(
-        request_id="r", prompt=None, prompt_token_ids=IDS.astype(np.int64), num_cached_tokens=0, outputs=[]
-    )
+    had = completion(IDS.astype(np.int64))
     assert rows_each(None, PromptBatch([had], single=True)) == [None]
-    (one,) = rows_each(ROWS, PromptBatch([had], single=True))
-    assert one is not None
-    assert (one == ROWS).all()
     first, second = rows_each([None, ROWS], PromptBatch([had, had], single=False))
     assert first is None
     assert second is not None
-
-
-# -- sampling parameters -----------------------------------------------------------------------------------------------
+    assert (second == ROWS).all()
 
 
 GIVEN_PARAMS = {"max_tokens": 8, "temperature": 0.7}
@@ -673,12 +602,13 @@ def test_it_is_the_mapping_that_was_given_with_vllms_defaults_as_attributes_and_
     given = dict(GIVEN_PARAMS)
     params = SamplingParameters(given)
     given["max_tokens"] = 9
-    assert params == GIVEN_PARAMS
-    assert {**params, "n": 2} == {**GIVEN_PARAMS, "n": 2}
-    assert (list(params), len(params), params.get("n")) == (["max_tokens", "temperature"], 2, None)
-    assert repr(params) == f"SamplingParameters({GIVEN_PARAMS!r})"
-    assert (params.max_tokens, params.temperature) == (8, 0.7)
-    assert (params.n, params.top_p, params.stop) == (1, 1.0, [])
+    for one in (params, copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert type(one) is SamplingParameters
+        assert one == GIVEN_PARAMS
+        assert {**one, "n": 2} == {**GIVEN_PARAMS, "n": 2}
+        assert (list(one), len(one), one.get("n")) == (["max_tokens", "temperature"], 2, None)
+        assert repr(one) == f"SamplingParameters({GIVEN_PARAMS!r})"
+        assert (one.max_tokens, one.temperature, one.n, one.top_p, one.stop) == (8, 0.7, 1, 1.0, [])
     with pytest.raises(AttributeError, match="best_of"):
         params.best_of  # noqa: B018  vLLM has no such field any more
     with pytest.raises(AttributeError, match=r"\.temperature = 0 would change nothing: pass temperature="):
@@ -691,14 +621,6 @@ def test_without_vllm_only_what_was_given_is_known(monkeypatch: pytest.MonkeyPat
     assert params.max_tokens == 8
     with pytest.raises(AttributeError, match=r"top_p was not given, and vLLM, .* is not installed"):
         params.top_p  # noqa: B018
-
-
-def test_it_is_copied_and_pickled() -> None:
-    params = SamplingParameters(GIVEN_PARAMS)
-    for other in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
-        assert type(other) is SamplingParameters
-        assert other == params
-        assert other.max_tokens == 8
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -749,16 +671,8 @@ def test_bad_arguments_are_named(batch: Any, temperature: Any, kept: Any, words:
 
 
 def test_a_request_that_was_aborted_has_no_scores() -> None:
-    ids: Any = np.arange(2)
-    whole = Completion(
-        request_id="a",
-        prompt=None,
-        prompt_token_ids=ids,
-        num_cached_tokens=0,
-        outputs=[],
-        prompt_logprobs=np.array([np.nan, -1], np.float32),
-    )
-    assert scores_of([whole])[0][1] == -1
-    cut = Completion(request_id="b", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[])
-    with pytest.raises(EngineError, match="'b' was aborted"):
-        scores_of([whole, cut])
+    ids = np.arange(2)
+    done = completion(ids, prompt_logprobs=np.array([np.nan, -1], np.float32))
+    assert scores_of([done])[0][1] == -1
+    with pytest.raises(EngineError, match="'r' was aborted"):
+        scores_of([done, completion(ids)])

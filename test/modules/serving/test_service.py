@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 from support.completions import assert_same_answers, cut
-from support.routes import rows_of
 from support.services import HOUR, QUICK, ask, submitted
 from support.strategies import Says
 from support.waiting import in_thread, until
@@ -26,20 +26,17 @@ from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, R
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState
-from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.service import GenerationService, Progress
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-# -- generate ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
     engine = serve(2)
-    assert [completion.prompt for completion in ask(engine, ["a", "b", "c"])] == ["a", "b", "c"]
-    assert [type(completion) for completion in ask(engine, ["a"])] == [Completion]
+    for prompts in (["a", "b", "c"], ["a"]):
+        assert [completion.prompt for completion in ask(engine, prompts)] == prompts
     rows = ask(engine, torch.zeros(2, 3, dtype=torch.long))
     assert [len(completion.prompt_token_ids) for completion in rows] == [3, 3]
 
@@ -54,27 +51,17 @@ def test_sampling_parameters_default_to_the_services(serve: Any) -> None:
 
 
 def test_every_word_about_a_request_reaches_its_replica(serve: Any) -> None:
-    engine, lora, guided, params = serve(), object(), {"regex": "a+"}, {"max_tokens": 2}
-    engine.generate(
-        ["a", [1]],
-        params,
-        use_tqdm=False,
-        lora_request=lora,
-        guided_options_request=guided,
-        priority=3,
-        request_ids=["x", "y"],
-        return_routed_experts=False,
-    )
+    engine, params = serve(), {"max_tokens": 2}
+    same = {"lora_request": object(), "priority": 3, "return_routed_experts": False, "on_resume": "live"}
+    guided = {"regex": "a+"}
+    engine.generate(["a", [1]], params, guided_options_request=guided, request_ids=["x", "y"], use_tqdm=False, **same)
     first, second = submitted(engine)
-    assert (first.prompt, first.prompt_token_ids) == ("a", None)
-    assert second.prompt is None
-    assert second.prompt_token_ids.tolist() == [1]
-    assert (first.request_id, second.request_id) == ("x", "y")
+    assert (first.request_id, first.prompt, first.prompt_token_ids) == ("x", "a", None)
+    assert (second.request_id, second.prompt, second.prompt_token_ids.tolist()) == ("y", None, [1])
     for request in (first, second):
         assert request.sampling_params is params  # one object for all: it crosses once
-        assert request.lora_request is lora
         assert request.guided_options is guided
-        assert (request.priority, request.return_routed_experts) == (3, False)
+        assert {name: getattr(request, name) for name in same} == same
 
 
 def test_requests_without_names_get_different_ones_across_calls_and_services(serve: Any) -> None:
@@ -104,51 +91,6 @@ def test_each_prompt_has_a_version_a_session_a_context_and_a_turn_of_its_own(ser
     asyncio.run(engine.agenerate("a", session_id="u"))
     assert [context.session_id for _, context in ear.asked[2:]] == ["t", "u"]
 
-
-# -- recorded experts -------------------------------------------------------------------------------------------------
-
-IDS = [104, 105, 106]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"forced_routing_unavailable_reason": "it speculates"}, "it speculates"),
-        ({"layout": None}, "captures no routes"),
-    ],
-)
-def test_an_engine_that_cannot_follow_says_why(serve: Any, arguments: Any, why: str) -> None:
-    engine = serve(2, **arguments)
-    assert all(info.forced_routing_unavailable_reason.endswith(why) for info in engine.infos)
-    with pytest.raises(RequestRefusedError, match=f"routed_experts: .* cannot follow recorded experts: .*{why}"):
-        ask(engine, IDS, routed_experts=rows_of(1))
-    with pytest.raises(RequestRefusedError, match=f"on_resume='forced', but .*{why}"):
-        ask(engine, IDS, on_resume="forced")
-    assert [len(ask(engine, IDS, on_resume=how).outputs[0].token_ids) for how in (None, "live")] == [4, 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asked", "how"),
-    [
-        ({}, {}, "forced"),
-        ({}, {"on_resume": "forced"}, "forced"),
-        ({}, {"on_resume": "live"}, "live"),
-        ({"forced_routing_unavailable_reason": "it speculates"}, {}, "live"),
-    ],
-)
-def test_an_answer_that_continues_says_how_it_read_its_first_part(
-    serve: Any, arguments: Any, asked: Any, how: str
-) -> None:
-    engine = serve(**arguments)
-    full = ask(engine, IDS)
-    assert full.outputs[0].resume == "none"
-    done = ask(engine, None, resume=[cut(full, 2), full], **asked)
-    assert [completion.outputs[0].resume for completion in done] == [how, "none"]
-    awaited = asyncio.run(engine.agenerate(None, {"max_tokens": 4, "logprobs": 0}, resume=cut(full, 0), **asked))
-    assert awaited.outputs[0].resume == "none"  # there was nothing to be read again
-
-
-# -- resume -----------------------------------------------------------------------------------------------------------
 
 ANSWERS = {"max_tokens": 12, "logprobs": 0, "n": 2}
 QUESTIONS = ["answered", "cut", "half", "waits"]
@@ -210,22 +152,13 @@ def test_each_answer_continues_by_itself_and_what_is_whole_asks_nobody(
 
 def test_one_completion_is_resumed_as_one(serve: Any, whole: list[Completion], partial: list[Completion]) -> None:
     engine = serve()
-    assert_same_answers(answers(engine, resume=partial[1]), whole[1])
-    assert_same_answers(asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[2])), whole[2])
+    engine.replicas[0].version = 4
+    for one in (answers(engine, resume=partial[1]), asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[1]))):
+        # a token keeps the version that made it
+        assert [output.policy_versions.tolist() for output in one.outputs] == [[0] * 3 + [4] * 9, [0] * 7 + [4] * 5]
     assert asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[0])) is partial[0]
     with pytest.raises(ValueError, match="agenerate takes one prompt, got a list of 1"):
         asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[:1]))
-
-
-def test_a_token_keeps_the_version_that_made_it(serve: Any, partial: list[Completion]) -> None:
-    engine = serve()
-    engine.replicas[0].version = 4
-    done = answers(engine, resume=partial)
-    assert [output.policy_versions.tolist() for output in done[1].outputs] == [[0] * 3 + [4] * 9, [0] * 7 + [4] * 5]
-    assert done[3].outputs[0].policy_versions.tolist() == [4] * 12
-    for got, had in zip(done[1].outputs, partial[1].outputs, strict=True):
-        rows = len(had.routed_experts)
-        assert np.array_equal(got.routed_experts[:rows], had.routed_experts)
 
 
 def test_a_refusal_names_the_place_in_the_whole_list(serve: Any, partial: list[Completion]) -> None:
@@ -233,9 +166,6 @@ def test_a_refusal_names_the_place_in_the_whole_list(serve: Any, partial: list[C
     with pytest.raises(RequestRefusedError, match=r"^request 3 was refused: no") as caught:
         answers(engine, resume=partial)
     assert [completion.aborted for completion in caught.value.partial] == [False, False, False, True]
-
-
-# -- the progress bar -------------------------------------------------------------------------------------------------
 
 
 def test_a_bar_is_shown_by_default_where_somebody_looks(
@@ -247,24 +177,20 @@ def test_a_bar_is_shown_by_default_where_somebody_looks(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     engine.generate(["a", "b", "c"])
     out, err = capsys.readouterr()
-    assert "generate: 100%" in err
-    assert "3/3" in err
-    assert "tok/s" in err
     assert out == ""
+    assert [words in err for words in ("generate: 100%", "3/3", "tok/s")] == [True] * 3
 
+    def broken(progress: Progress, completion: Completion) -> None:
+        raise BrokenPipeError("stderr is closed")
 
-# -- calls that end early ---------------------------------------------------------------------------------------------
+    monkeypatch.setattr(Progress, "add", broken)
+    assert len(engine.generate(["a", "b", "c"])) == 3  # a bar that cannot be drawn ends no call
 
 
 def test_late_scores_cannot_be_resumed(serve: Any) -> None:
-    engine = serve(1, token_seconds=1.0)
-    with pytest.raises(GenerationTimeout, match="2 of 2 requests were not") as caught:
-        engine.score([[1, 2], [3, 4]], timeout_seconds=0.1, actor_index=0)
+    with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not .* score fewer tokens at once") as caught:
+        serve(1, token_seconds=1.0).score([[1, 2], [3, 4]], timeout_seconds=0.1, actor_index=0)
     assert "resume" not in str(caught.value)
-    assert "score fewer tokens at once" in str(caught.value)
-
-
-# -- tools ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_balancer_is_used_from_now_on(serve: Any) -> None:
@@ -305,52 +231,35 @@ def test_a_balancer_goes_by_the_stats_that_replicas_sent_and_asks_none(
     assert [row["cache_usage"] for row in engine.load_balancer.get_stats()["actor_stats"]] == [0.5, 0.75, 0.25]
 
 
-# -- life -------------------------------------------------------------------------------------------------------------
+USES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("get_cache_usage", "get_random_actor_index", "get_model_metadata", "get_tokenizer"), ()),
+    **dict.fromkeys(("get_num_unfinished_requests", "get_tp_size", "init_weight_update_group", "add_replicas"), ()),
+    **dict.fromkeys(("pause", "resume", "sleep", "wake_up", "prometheus", "stats", "to_pandas", "routing_layout"), ()),
+    **dict.fromkeys(("reset_prefix_cache", "save_model_params"), ()),
+    "abort": ("x",),
+    "agenerate": ("hi",),
+    "collective_rpc": ("method",),
+    "create_load_balancer": ("requests",),
+    "generate": ("hi",),
+    "register_prometheus": (object(),),
+    "remove_replica": (0,),
+    "score": ([1, 2],),
+    "set_seed": (3,),
+    "update_weights": ([("w", torch.ones(1))],),
+    "validate_model_params": (lambda saved, model: True,),
+}
+ALWAYS = {"actors", "get_master_address", "get_master_port", "is_frozen", "is_running", "log_paths", "num_replicas"}
+ALWAYS |= {"ready", "register_weight_sync", "shutdown", "weight_sync"}
 
-USES: dict[str, Callable[[GenerationService], Any]] = {
-    "abort": lambda s: s.abort("x"),
-    "add_replicas": lambda s: s.add_replicas(),
-    "agenerate": lambda s: asyncio.run(s.agenerate("hi")),
-    "collective_rpc": lambda s: s.collective_rpc("method"),
-    "create_load_balancer": lambda s: s.create_load_balancer("requests"),
-    "generate": lambda s: s.generate("hi"),
-    "get_cache_usage": lambda s: s.get_cache_usage(),
-    "get_random_actor_index": lambda s: s.get_random_actor_index(),
-    "get_model_metadata": lambda s: s.get_model_metadata(),
-    "get_num_unfinished_requests": lambda s: s.get_num_unfinished_requests(),
-    "get_tokenizer": lambda s: s.get_tokenizer(),
-    "get_tp_size": lambda s: s.get_tp_size(),
-    "init_weight_update_group": lambda s: s.init_weight_update_group(),
-    "pause": lambda s: s.pause(),
-    "prometheus": lambda s: s.prometheus(),
-    "register_prometheus": lambda s: s.register_prometheus(object()),
-    "remove_replica": lambda s: s.remove_replica(0),
-    "reset_prefix_cache": lambda s: s.reset_prefix_cache(),
-    "resume": lambda s: s.resume(),
-    "save_model_params": lambda s: s.save_model_params(),
-    "score": lambda s: s.score([1, 2]),
-    "set_seed": lambda s: s.set_seed(3),
-    "routing_layout": lambda s: s.routing_layout,
-    "sleep": lambda s: s.sleep(),
-    "stats": lambda s: s.stats(),
-    "to_pandas": lambda s: s.to_pandas(),
-    "wake_up": lambda s: s.wake_up(),
-    "update_weights": lambda s: s.update_weights([("w", torch.ones(1))]),
-    "validate_model_params": lambda s: s.validate_model_params(lambda saved, model: True),
-}
-ALWAYS = {
-    "actors",
-    "get_master_address",
-    "get_master_port",
-    "is_frozen",
-    "is_running",
-    "log_paths",
-    "num_replicas",
-    "ready",
-    "register_weight_sync",
-    "shutdown",
-    "weight_sync",
-}
+
+def use(service: GenerationService, name: str) -> None:
+    found = getattr(service, name)  # a property raises here
+    if inspect.isawaitable(what := found(*USES[name])):
+        asyncio.run(awaited(what))
+
+
+async def awaited(what: Awaitable[object]) -> object:
+    return await what
 
 
 def test_every_public_name_is_tried_below() -> None:
@@ -363,7 +272,7 @@ def test_use_after_shutdown_is_refused(name: str) -> None:
     engine.get_tokenizer()
     engine.shutdown()
     with pytest.raises(RuntimeError, match=r"the service is not running"):
-        USES[name](engine)
+        use(engine, name)
     assert not engine.is_running
 
 
@@ -388,7 +297,7 @@ def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
         replica.die()
     for name in ("get_tokenizer", "pause", "reset_prefix_cache", "resume"):
         with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#1 DEAD.* Make a new service"):
-            USES[name](engine)
+            use(engine, name)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine)
     assert [row["state"] for row in engine.stats()] == ["DEAD", "DEAD"]
@@ -407,9 +316,6 @@ def test_answers_go_with_their_last_user_without_waiting_for_the_garbage_collect
     finally:
         gc.enable()
     assert service.restarts == [int(way == "retried")]
-
-
-# -- under fire -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 60))])

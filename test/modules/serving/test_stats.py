@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.html_table import TableReader
-from support.services import HOUR, ask, slow_if, until_running, waiting_request
+from support.services import ask, slow_if, until_running, waiting_request
 from support.waiting import in_thread
 from torchrl_moe.errors import (
     EngineError,
@@ -25,7 +26,6 @@ from torchrl_moe.errors import (
 )
 from torchrl_moe.modules.backends.replica import (
     Completion,
-    CompletionMetrics,
     CompletionOutput,
     ReplicaStats,
     nothing_yet,
@@ -54,8 +54,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
     engine.replica_table.set_version(1, 3)
     engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
     engine.replicas[1].die()
-    first, second = engine.stats()
-    assert first == {
+    of_the_table = {
         "replica": 0,
         "state": "SERVING",
         "version": 0,
@@ -65,46 +64,19 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "not_finite_logprobs": 0,
         "last_error": None,
         "supervisor_error": None,
-        "running": 0,
-        "waiting": 0,
-        "cache_usage": 0.0,
-        "tokens_per_second": 0.0,
-        "requests": 2,
-        "completions": 4,
-        "prompt_tokens": 3,
-        "cached_tokens": 0,
-        "generated_tokens": 20,
-        "generation_seconds": 0.0,
-        "cache_queries": 0,
-        "cache_hits": 0,
-        "preemptions": 0,
-        "steps": 0,
-        "step_at": 0.0,
-        "weights_version": 0,
-        "hit_rate": 0.0,
     }
-    assert second == {
-        "replica": 1,
-        "state": "DEAD",
-        "version": 3,
-        "inflight": 0,
-        "breaker": "closed",
-        "restarts": 0,
-        "not_finite_logprobs": 0,
-        "last_error": "replica 1 died: injected death",
-        "supervisor_error": None,
-    }
+    done = {"requests": 2, "completions": 4, "prompt_tokens": 3, "generated_tokens": 20}
+    dead = {"replica": 1, "state": "DEAD", "version": 3, "last_error": "replica 1 died: injected death"}
+    nothing = dict.fromkeys((*ReplicaStats.__slots__, "hit_rate"), 0)
+    assert engine.stats() == [{**of_the_table, **nothing, **done}, {**of_the_table, **dead}]
 
 
 def test_one_that_does_not_answer_shows_what_it_last_sent(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = serve(3)
-
-    def fail(timeout: float) -> ReplicaStats:
-        raise EngineError("busy")
-
-    engine.replicas[1].overrides["stats"] = fail
+    engine, fails = serve(3), Future[ReplicaStats]()
+    fails.set_exception(EngineError("busy"))
+    engine.replicas[1].overrides["stats"] = lambda timeout: fails.result()
     engine.replica_table.mark_dead(2)
     engine.replica_table.set_state(2, ReplicaState.STARTING)
     engine.replicas[2].overrides["stats"] = lambda timeout: pytest.fail("it is starting: asked too early")
@@ -114,22 +86,18 @@ def test_one_that_does_not_answer_shows_what_it_last_sent(
     assert "requests" not in engine.stats()[1]
 
 
-def test_a_service_prints_a_line_per_replica_and_asks_none(serve: Callable[..., Any]) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, request_ids="mine"))
-    until_running(engine, [1, 0])
-    for replica in engine.replicas:
-        replica.overrides["stats"] = lambda timeout: pytest.fail("asked")
-    assert repr(engine).splitlines() == [
-        "FakeAsyncVLLM('fake', 2 replicas)",
-        "  #0 SERVING, v0, 1 in flight, 1 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
-        "  #1 SERVING, v0, 0 in flight, 0 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
-    ]
+def test_a_service_prints_a_line_per_replica_and_asks_none(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve(2)
+    monkeypatch.setattr(FakeReplica, "call", lambda *_: pytest.fail("asked"))
+    with engine.load_balancer.acquire_at(0):
+        line = "SERVING, v0, {} in flight, 0 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s"
+        lines = [f"  #{index} {line.format(1 - index)}" for index in range(2)]
+        assert repr(engine).splitlines() == ["FakeAsyncVLLM('fake', 2 replicas)", *lines]
     html = engine._repr_html_()
     assert "FakeAsyncVLLM(&#x27;fake&#x27;, 2 replicas)" in html
     assert html.count("<tr") == 4  # header, two replicas, all
-    engine.abort("mine")
-    call.result(60.0)
 
 
 def test_log_paths_are_the_replicas_own(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,34 +109,13 @@ def test_log_paths_are_the_replicas_own(serve: Callable[..., Any], monkeypatch: 
     assert engine.log_paths()[1] == Path("/logs/replica-1.log")  # to be read afterwards
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
 STATS = ReplicaStats(
-    running=3,
-    waiting=2,
-    cache_usage=0.25,
-    tokens_per_second=1234.4,
-    requests=10,
-    completions=20,
-    prompt_tokens=100,
-    cached_tokens=40,
-    generated_tokens=500,
-    generation_seconds=2.5,
-    cache_queries=200,
-    cache_hits=50,
-    preemptions=1,
-    steps=70,
-    step_at=1e9,
+    running=3, waiting=2, cache_usage=0.25, tokens_per_second=1234.4, requests=10, cache_queries=200, cache_hits=50
 )
 
 
-def replica(stats: ReplicaStats | None = None) -> SimpleNamespace:
-    return SimpleNamespace(last_stats=stats)
-
-
 def table(*stats: ReplicaStats | None) -> ReplicaTable:
-    return ReplicaTable([replica(one) for one in stats], ReplicaState.SERVING)
+    return ReplicaTable([SimpleNamespace(last_stats=one) for one in stats], ReplicaState.SERVING)
 
 
 def test_a_line_says_how_a_replica_is() -> None:
@@ -184,20 +131,13 @@ def test_a_line_says_how_a_replica_is() -> None:
     assert describe(entries[2]) == "#2 DEAD, v0, 0 in flight"
 
 
-# -- as HTML ----------------------------------------------------------------------------------------------------------
-
-
-def cells(html: str) -> list[list[str]]:
-    read = TableReader(html)
-    return [*read.rows["tbody"], *read.rows["tfoot"]]
-
-
 def test_the_table_has_a_row_for_each_replica_and_one_for_all() -> None:
     entries = table(STATS, ReplicaStats(running=1, requests=5, cache_queries=100, cache_hits=100), STATS, None)
     entries.set_version(1, 4)
     entries.mark_dead(2)
     entries[2].restarts, entries[2].last_error = 1, "exit code -9 " + "x" * 100 + "\nand many words"
-    one, two, three, four, total = cells(service_html("t", list(entries), Totals(entries)))
+    read = TableReader(service_html("t", list(entries), Totals(entries)))
+    one, two, three, four, total = [*read.rows["tbody"], *read.rows["tfoot"]]
     assert one == ["#0", "SERVING", "0", "0", "3", "2", "25%", "25%", "1,234", "10", "0", ""]
     assert two[2:9] == ["4", "0", "1", "0", "0%", "100%", "0"]
     assert three == ["#2", "DEAD", "0", "0", *"–––––", "10", "1", "exit code -9 " + "x" * 67]
@@ -218,36 +158,17 @@ def test_each_field_of_an_engines_stats_is_a_metric_with_a_name_of_its_own_and_a
     assert OUTCOMES.keys() < COUNTERS.keys()
 
 
-# -- what became of requests -------------------------------------------------------------------------------------------
-
-
-def completion(prompt: int = 3, tokens: tuple[int, ...] = (2,), reason: str = "stop", **seconds: float) -> Completion:
-    outputs = [
-        CompletionOutput(
-            index=index,
-            token_ids=np.zeros(count, np.int64),
-            text="",
-            finish_reason=reason,
-            policy_versions=np.zeros(count, np.int32),
-        )
-        for index, count in enumerate(tokens)
-    ]
-    return Completion(
-        request_id="r",
-        prompt=None,
-        prompt_token_ids=np.zeros(prompt, np.int64),
-        num_cached_tokens=1,
-        outputs=outputs,
-        metrics=CompletionMetrics(**seconds),
+def completion(tokens: int) -> Completion:
+    ids = np.zeros(tokens, np.int64)
+    output = CompletionOutput(
+        index=0, token_ids=ids, text="", finish_reason="stop", policy_versions=ids.astype(np.int32)
     )
+    return Completion(request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=1, outputs=[output])
 
 
 def counted(metrics: Metrics) -> dict[str, float]:
     """The counters that are not 0."""
     return {name: value for name, value in metrics.summary().items() if name in COUNTERS and value}
-
-
-# -- counters ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,17 +194,16 @@ def test_a_call_that_fails_counts_its_requests_by_the_reason_and_passes_it_on(
 
 
 def test_what_a_call_brings_back_as_it_was_is_not_counted_again() -> None:
-    metrics, old = Metrics(), completion(tokens=(9,))
+    metrics, old = Metrics(), completion(9)
     with metrics.call(1, [old]) as finished:
-        finished([old, completion(tokens=(2,))])
+        finished([old, completion(2)])
     with pytest.raises(GenerationTimeout), metrics.call(1, [old]):
         raise GenerationTimeout("late", [old, nothing_yet(waiting_request().request)])
     counts = counted(metrics)
     assert (counts["requests"], counts["completed"], counts["timed_out"]) == (2, 1, 1)
     assert counts["generated_tokens"] == 2
-
-
-# -- seconds ----------------------------------------------------------------------------------------------------------
+    with pytest.raises(ValueError, match="no counter 'rertied'; known"):
+        metrics.count("rertied")
 
 
 def test_values_fall_in_the_bucket_that_ends_at_or_above_them() -> None:
@@ -298,15 +218,10 @@ def test_values_fall_in_the_bucket_that_ends_at_or_above_them() -> None:
 def test_percentiles_are_those_of_the_most_recent_values() -> None:
     histogram = Histogram()
     assert histogram.percentiles() == {}
-    for _ in range(100):
-        histogram.add(1000.0)  # pushed out below
-    for index in range(MOST_RECENT):
-        histogram.add(float(index))
+    for seconds in [1000.0] * 100 + list(range(MOST_RECENT)):  # the first are pushed out
+        histogram.add(seconds)
     last = MOST_RECENT - 1
     assert histogram.percentiles() == pytest.approx({"p50": last * 0.5, "p90": last * 0.9, "p99": last * 0.99})
-
-
-# -- of a service -----------------------------------------------------------------------------------------------------
 
 
 def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callable[..., Any]) -> None:
@@ -321,6 +236,8 @@ def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callab
         asyncio.run(engine.agenerate("slow", timeout_seconds=0.05))
     with pytest.raises(ValueError, match="refused"):
         ask(engine, ["bad", "a"])
+    with pytest.raises(ValueError, match="timeout_seconds must be a number above 0"):  # before anything is sent
+        ask(engine, timeout_seconds=-1)
     call = in_thread(lambda: ask(engine, "cut", request_ids="mine"))
     until_running(engine, [1])
     engine.abort("mine")
@@ -330,16 +247,13 @@ def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callab
     with pytest.raises(NoReplicaError):
         ask(engine, ["a", "b"])
     counts = counted(engine.metrics)
-    assert {name: counts[name] for name in ("requests", *OUTCOMES)} == {
-        "requests": 11,
-        "completed": 5,
-        "aborted": 1,
-        "timed_out": 2,
-        "refused": 1,
-        "failed": 2,
-    }
+    expected = {"requests": 11, "completed": 5, "aborted": 1, "timed_out": 2, "refused": 1, "failed": 2}
+    assert {name: counts[name] for name in ("requests", *OUTCOMES)} == expected
     # two, the three of one request, two that had finished as their calls failed, and the cut one
     assert counts["sequences"] == 2 + 3 + 2 + 1
+    silent = serve(metrics=False)
+    ask(silent)
+    assert silent.metrics.summary() == {}
 
 
 def test_what_a_death_starts_again_elsewhere_counts_as_retried(fleet: Callable[..., Any]) -> None:
@@ -348,21 +262,6 @@ def test_what_a_death_starts_again_elsewhere_counts_as_retried(fleet: Callable[.
     ask(service, ["a", "b"])
     counts = counted(service.metrics)
     assert (counts["requests"], counts["completed"], counts["retried"]) == (3, 3, 1)
-
-
-def test_arguments_that_are_refused_before_anything_is_sent_are_no_requests(serve: Callable[..., Any]) -> None:
-    engine = serve()
-    with pytest.raises(ValueError, match="timeout_seconds must be a number above 0"):
-        ask(engine, timeout_seconds=-1)
-    assert counted(engine.metrics) == {}
-
-
-def test_a_service_without_metrics_serves_all_the_same(serve: Callable[..., Any]) -> None:
-    engine = serve(metrics=False, token_seconds=slow_if("slow"))
-    assert len(ask(engine).outputs) == 1
-    with pytest.raises(GenerationTimeout):
-        ask(engine, "slow", timeout_seconds=0.05)
-    assert engine.metrics.summary() == {}
 
 
 # -- Prometheus text, read back by its own parser ----------------------------------------------------------------------
@@ -419,13 +318,10 @@ def test_a_replica_is_in_one_state_and_a_dead_one_has_no_load(
 
 def test_a_counter_does_not_fall_when_a_replica_restarts(serve: Callable[..., Any]) -> None:
     engine = serve()
-    ask(engine, ["a", "b"])
-    assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 2}
-    ask(engine, "c")
-    engine.replica_table[0].replica = FakeReplica()  # as after a restart
-    assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 3}
-    ask(engine, "d")
-    assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 4}
+    for prompts, total in ((["a", "b"], 2), (["c"], 3), (["d"], 4)):
+        ask(engine, prompts)
+        assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): total}
+        engine.replica_table[0].replica = FakeReplica()  # as after a restart
 
 
 def test_the_services_own_counters_and_histograms_are_there(serve: Callable[..., Any]) -> None:
@@ -436,22 +332,17 @@ def test_the_services_own_counters_and_histograms_are_there(serve: Callable[...,
     families = read(engine.prometheus())
     assert values(families, "torchrl_moe_requests") == {(): 3}
     assert values(families, "torchrl_moe_generated_tokens") == {(): 10}
-    assert values(families, "torchrl_moe_requests_finished") == {
-        ("completed",): 2,
-        ("aborted",): 0,
-        ("timed_out",): 0,
-        ("refused",): 1,
-        ("failed",): 0,
-    }
+    outcomes = {("completed",): 2, ("aborted",): 0, ("timed_out",): 0, ("refused",): 1, ("failed",): 0}
+    assert values(families, "torchrl_moe_requests_finished") == outcomes
+    queued = "torchrl_moe_request_queue_seconds"
     samples = {
-        (sample.name.removeprefix("torchrl_moe_request_queue_seconds_"), sample.labels.get("le")): sample.value
-        for sample in families["torchrl_moe_request_queue_seconds"].samples
+        (sample.name.removeprefix(queued), sample.labels.get("le")): sample.value for sample in families[queued].samples
     }
-    buckets = [value for (kind, _), value in samples.items() if kind == "bucket"]
+    buckets = [value for (kind, _), value in samples.items() if kind == "_bucket"]
     assert len(buckets) == len(BOUNDS) + 1
     assert buckets == sorted(buckets)
-    assert (samples["bucket", "+Inf"], samples["count", None], samples["sum", None]) == (2, 2, 0)
-    assert samples["bucket", "0.001"] == 2
+    assert (samples["_bucket", "0.001"], samples["_bucket", "+Inf"]) == (2, 2)
+    assert (samples["_count", None], samples["_sum", None]) == (2, 0)
 
 
 def test_a_registry_collects_the_service_until_it_is_unregistered(serve: Callable[..., Any]) -> None:
@@ -474,8 +365,3 @@ def test_without_the_client_the_extra_is_named(serve: Callable[..., Any], monkey
     for call in (engine.prometheus, lambda: engine.register_prometheus(object())):
         with pytest.raises(ImportError, match=r"pip install torchrl_moe\[prometheus\]"):
             call()
-
-
-def test_a_counter_that_is_moved_by_hand_must_exist() -> None:
-    with pytest.raises(ValueError, match="no counter 'rertied'; known"):
-        Metrics().count("rertied")

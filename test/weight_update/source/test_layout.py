@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_moe.errors import ManifestMismatch
-from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import get_model_metadata
@@ -42,28 +40,20 @@ def same(source: Any, wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def test_the_registered_model_is_sent_unless_something_else_is_given() -> None:
-    one, other = make_tiny_moe(), make_tiny_moe(seed=1)
-    registered = ModelWeights(one)
-    assert same(source_of(None, registered, None), checkpoint_tensors(one))
-    assert same(source_of(other, registered, None), checkpoint_tensors(other))
-    assert not source_of(None, registered, None).is_sharded
-
-
-def test_tensors_with_checkpoint_names_are_sent_as_they_are() -> None:
-    model = make_tiny_moe()
-    tensors = {name: tensor + 1 for name, tensor in checkpoint_tensors(model).items() if tensor.is_floating_point()}
-    for given in (tensors, list(tensors.items()), iter(tensors.items())):
-        assert same(source_of(given, ModelWeights(model), model_metadata(model)), tensors)
-
-
-def test_tensors_with_the_models_own_names_are_un_stacked() -> None:
+def test_the_registered_model_is_sent_or_what_is_given_under_its_names_or_the_checkpoints() -> None:
     model, other = make_tiny_moe("deepseek_v3"), make_tiny_moe("deepseek_v3", seed=1)
-    state, expected, wanted = other.state_dict(), model_metadata(model), checkpoint_tensors(other)
-    assert set(state) != set(expected)
+    registered, expected, wanted = ModelWeights(model), model_metadata(model), checkpoint_tensors(other)
+    assert same(source_of(None, registered, None), checkpoint_tensors(model))
+    assert same(source_of(other, registered, None), wanted)
+    for given in (wanted, list(wanted.items()), iter(wanted.items())):
+        assert same(source_of(given, registered, expected), wanted)
+    state = other.state_dict()
+    assert set(state) != set(expected)  # experts are stacked
     for given in (state, TensorDict.from_module(other), TensorDict(dict(state)).unflatten_keys(".")):
-        found = dict(source_of(given, ModelWeights(model), expected).tensors())
+        found = dict(source_of(given, registered, expected).tensors())
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    with pytest.raises(ManifestMismatch, match="the weights name a tensor twice"):
+        source_of([("a", torch.ones(1)), ("a", torch.ones(1))], None, None)
 
 
 class Sharded(torch.Tensor):
@@ -117,11 +107,6 @@ def test_sharded_tensors_are_cast_before_they_are_gathered(has_model: bool) -> N
         assert torch.equal(tensor.to(written[name][0]), wanted[name].to(written[name][0]))
 
 
-def test_a_name_that_comes_twice_is_refused() -> None:
-    with pytest.raises(ManifestMismatch, match="the weights name a tensor twice"):
-        source_of([("a", torch.ones(1)), ("a", torch.ones(1))], None, None)
-
-
 @pytest.mark.parametrize(
     ("own", "dtype", "checkpoint", "engine", "sent"),
     [
@@ -130,6 +115,7 @@ def test_a_name_that_comes_twice_is_refused() -> None:
         (F32, "engine", BF16, F32, F32),
         (F32, "engine", F16, BF16, F32),
         (BF16, "engine", F32, F32, BF16),  # nothing is gained by sending more
+        (BF16, "engine", F16, F16, BF16),  # nor by another one of the same size
         (F32, "engine", BF16, None, F32),
         (F32, "engine", FP8, BF16, BF16),
         (F32, "trainer", BF16, BF16, F32),
@@ -146,16 +132,6 @@ def test_none_is_sent_wider_than_the_engine_has_it(
     assert cast_kinds({"a": (own, shape)}, dtype, {"a": (checkpoint, shape)}, engine) == {"a": (sent, shape)}
     for unknown in (None, {}):  # without an engine they are sent as they are
         assert cast_kinds({"a": (own, shape)}, "engine", unknown, engine) == {"a": (own, shape)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"])
-def test_a_models_metadata_is_that_of_its_checkpoint(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = make_tiny_moe(family, dtype=dtype)
-    model.save_pretrained(tmp_path)
-    metadata = get_model_metadata(model)
-    assert metadata == checkpoint_metadata(tmp_path)
-    assert len(metadata) > len(model.state_dict())  # experts one by one
 
 
 class Wrapper(nn.Module):
@@ -176,24 +152,20 @@ def test_a_wrapper_is_looked_through_and_a_model_is_not() -> None:
     assert trained_model(Wrapper(plain)).model is plain  # no transformers model inside
 
 
-def test_a_process_by_itself_is_the_first() -> None:
+def test_a_process_by_itself_and_a_group_of_one_have_their_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert is_first() and from_first(7) == agreed(lambda: 7) == 7
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-def test_a_group_of_one_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_first() and from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
-    dtypes = [torch.bfloat16, None, torch.float32, torch.float8_e4m3fn]
-    assert dtypes_of_first(dtypes) == dtypes
-    assert dtypes_of_first([torch.int32]) == [None]  # no floating one: as it is
-    with pytest.raises(ZeroDivisionError):  # its own error, unchanged
-        agreed(lambda: 1 // 0)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    assert not is_first()
+    try:
+        assert is_first() and from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+        dtypes = [torch.bfloat16, None, torch.float32, torch.float8_e4m3fn]
+        assert dtypes_of_first(dtypes) == dtypes
+        assert dtypes_of_first([torch.int32]) == [None]  # no floating one: as it is
+        with pytest.raises(ZeroDivisionError):  # its own error, unchanged
+            agreed(lambda: 1 // 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_rank", lambda: 1)
+            assert not is_first()
+    finally:
+        dist.destroy_process_group()

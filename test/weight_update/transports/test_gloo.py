@@ -1,4 +1,4 @@
-"""The gloo transport: what is sent arrives, and a replica that dies or stalls fails alone."""
+"""The gloo transport: what is sent arrives, and a replica that dies or stalls fails alone. And names of transports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,21 @@ import torch
 from support.waiting import in_thread, until
 from support.weights import always
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
-from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.store.content import header_of
 from torchrl_moe.store.writer import version_path
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.transports import gloo
-from torchrl_moe.weight_update.transports.base import StageOptions
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, GlooTransport, MeetingPlace
+from torchrl_moe.weight_update.transports.base import StageOptions, rank_of
+from torchrl_moe.weight_update.transports.gloo import (
+    BUFFER_BYTES,
+    GlooGroup,
+    GlooReceiver,
+    GlooTransport,
+    Meeting,
+    MeetingPlace,
+)
+from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
 
 TIMEOUT = 20.0
 TENSORS = {
@@ -94,6 +101,7 @@ def test_every_worker_has_the_published_tensors_version_after_version(
     assert (options["world_size"], options["rank_offset"]) == (workers + 1, 1)
     staging = {"version": 3, "verify": "digest", "threads": 2, "manifest": manifest.to_json()}
     assert replica.told("stage_weights") == staging
+    assert not torch.distributed.is_initialized()  # the default group is left alone
 
 
 def test_on_one_host_ranks_meet_in_a_closed_folder_and_nothing_listens_beyond_loopback(bench: Bench) -> None:
@@ -113,40 +121,6 @@ def listening() -> set[str]:
     """Where processes of this network listen, as the kernel writes it."""
     tables = (Path(f"/proc/self/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6"))
     return {line.split()[1] for table in tables for line in table if line.split()[3] == "0A"}
-
-
-def test_a_refusal_is_the_answer_at_once_and_the_next_version_arrives(store: WeightStoreWriter, bench: Bench) -> None:
-    transport, replica = bench()
-    replica.fail["stage_weights"] = always(ManifestMismatch("not my tensors"))
-    transport.open(replica, TIMEOUT)
-    started = time.monotonic()
-    with pytest.raises(ManifestMismatch, match="not my tensors"):
-        transport.stage(replica, publish(store, 1), StageOptions(), TIMEOUT)
-    assert time.monotonic() - started < TIMEOUT / 2
-    replica.fail.clear()
-    manifest = publish(store, 2)
-    transport.stage(replica, manifest, StageOptions(), TIMEOUT)
-    check_held(replica, manifest)
-    assert replica.asked["init_weights"] == 2  # in a group of its own
-
-
-def test_a_replica_that_stalls_is_given_up_and_can_be_met_again(store: WeightStoreWriter, bench: Bench) -> None:
-    awake = threading.Event()
-
-    def stall(asked: int) -> Exception:
-        awake.wait(TIMEOUT)
-        return ReplicaDiedError("too late")
-
-    transport, replica = bench()
-    replica.fail["stage_weights"] = stall
-    transport.open(replica, TIMEOUT)
-    with pytest.raises(SyncTimeout, match=r"version 1 did not arrive within 0\.3 s: .*ready"):
-        transport.stage(replica, publish(store, 1), StageOptions(), 0.3)
-    awake.set()
-    replica.fail.clear()
-    manifest = publish(store, 2)
-    transport.stage(replica, manifest, StageOptions(), TIMEOUT)
-    check_held(replica, manifest)
 
 
 class HalfReader(GlooReceiver):
@@ -169,30 +143,55 @@ def make_half(replica: FakeWeightReplica, act: Callable[[Any], None] = leave) ->
 
 
 @pytest.mark.parametrize(
-    ("timeout", "error", "words"),
-    [(TIMEOUT, ReplicaDiedError, "the process ended"), (1.0, SyncTimeout, "bytes were sent when the time was up")],
+    ("how", "timeout", "error", "words"),
+    [
+        ("refuses", TIMEOUT, ManifestMismatch, "not my tensors"),
+        ("stalls", 0.3, SyncTimeout, r"version 1 did not arrive within 0\.3 s: .*ready"),
+        ("leaves in the middle", TIMEOUT, ReplicaDiedError, "the process ended"),  # its connection shows it
+        ("leaves without a word", TIMEOUT, WeightSyncError, "version 1 was not sent"),
+        ("reads no further", 1.0, SyncTimeout, "bytes were sent when the time was up"),  # only the clock shows it
+    ],
 )
-def test_a_replica_that_is_lost_in_the_middle_costs_only_its_own_version(
-    store: WeightStoreWriter, bench: Bench, timeout: float, error: Any, words: str
+def test_a_replica_that_fails_costs_only_its_own_version_and_can_be_met_again(
+    store: WeightStoreWriter,
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    timeout: float,
+    error: Any,
+    words: str,
 ) -> None:
-    """It goes away, which its connection shows; or it does not read on, which only the clock does."""
-    stopped = threading.Event()
+    over = threading.Event()
+
+    def stall(_: object) -> Exception:
+        over.wait(TIMEOUT)
+        return ReplicaDiedError("too late")
+
     transport, lost = bench(buffer_bytes=1 << 24)
     other = FakeWeightReplica(expected=None)
     for replica in (lost, other):
         transport.open(replica, TIMEOUT)
-    make_half(lost, leave if error is ReplicaDiedError else lambda group: stopped.wait(TIMEOUT))
+    if how == "leaves without a word":
+        monkeypatch.setattr(gloo, "GRACE_SECONDS", 0.1)
+        make_half(lost, lambda group: (group.close(), over.wait(TIMEOUT)))
+    elif how == "refuses":
+        lost.fail["stage_weights"] = always(ManifestMismatch("not my tensors"))
+    elif how == "stalls":
+        lost.fail["stage_weights"] = stall
+    else:
+        make_half(lost, leave if "leaves" in how else stall)
     manifest = store.publish(BIG.items(), 1)
     found = in_thread(lambda: transport.stage(other, manifest, StageOptions(), TIMEOUT))
     with pytest.raises(error, match=words):
         transport.stage(lost, manifest, StageOptions(), timeout)
     assert found.result(TIMEOUT).digest == manifest.digest
-    stopped.set()
+    over.set()
+    lost.fail.clear()
     manifest = publish(store, 2)
     for replica in (lost, other):
         transport.stage(replica, manifest, StageOptions(), TIMEOUT)
         check_held(replica, manifest)
-    assert (lost.asked["init_weights"], other.asked["init_weights"]) == (2, 1)
+    assert (lost.asked["init_weights"], other.asked["init_weights"]) == (2, 1)  # it is met in a group of its own
     other.shutdown()
 
 
@@ -241,19 +240,6 @@ def test_replicas_that_die_and_are_restarted_ten_times_leave_nothing_behind(
     last.shutdown()
 
 
-def test_what_a_gone_peer_did_not_explain_is_a_sync_error(
-    store: WeightStoreWriter, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gloo, "GRACE_SECONDS", 0.1)
-    silent = threading.Event()
-    transport, replica = bench()
-    transport.open(replica, TIMEOUT)
-    make_half(replica, lambda group: (group.close(), silent.wait(TIMEOUT)))
-    with pytest.raises(WeightSyncError, match="version 1 was not sent"):
-        transport.stage(replica, store.publish(BIG.items(), 1), StageOptions(), TIMEOUT)
-    silent.set()
-
-
 @pytest.mark.parametrize("verify", ["digest", "off"])
 def test_bytes_that_changed_on_the_way_are_found_where_digests_are_asked_for(
     store: WeightStoreWriter, bench: Bench, verify: Any
@@ -277,99 +263,151 @@ def test_workers_that_do_not_come_are_a_timeout(bench: Bench) -> None:
         transport.open(replica, 0.3)
 
 
-class Hand:
-    """One receiver, and the trainer's rank to send to it by hand."""
-
-    def __init__(self, folder: Path, timeout: float = TIMEOUT) -> None:
-        self.store, self.reader = WeightStoreWriter(folder), WeightStoreReader(folder)
-        self.place = MeetingPlace()
-        self.where = self.place.begin()
-        options = {"meeting": self.where, "world_size": 2, "buffer_bytes": 1000}
-        self.pool = ThreadPoolExecutor(1)
-        self.receiver = GlooReceiver({**options, "timeout_seconds": timeout}, 1)
-
-    def meet(self) -> None:
-        self.group = GlooGroup(self.place.meet(self.where, TIMEOUT), 0, 2, TIMEOUT, 1000)
-
-    def publish(self, version: int, size: int) -> Manifest:
-        return self.store.publish([("w", torch.full((size,), float(version)))], version)
-
-    def send(self, manifest: Manifest) -> None:
-        until(self.group.all_ready, TIMEOUT)
-        with self.reader.flat(manifest) as (_, flat):
-            self.group.broadcast(torch.from_numpy(flat.copy()), time.monotonic() + TIMEOUT, lambda _: None)
-
-    def fetch(self, manifest: Manifest) -> Future[None]:
-        return self.pool.submit(self.receiver.fetch, manifest, verify=True, threads=1)
-
-    def hold(self, manifest: Manifest) -> None:
-        fetching = self.fetch(manifest)
-        self.send(manifest)
-        fetching.result(TIMEOUT)
+def filled(store: WeightStoreWriter, version: int, size: int) -> Manifest:
+    return store.publish([("w", torch.full((size,), float(version)))], version)
 
 
-@pytest.fixture
-def hand(tmp_path: Path) -> Iterator[Hand]:
-    made = Hand(tmp_path)
-    yield made
-    made.receiver.close()
-    made.place.close()
-
-
-def test_nothing_is_there_before_it_arrived(hand: Hand) -> None:
-    hand.meet()
-    manifest = hand.publish(1, 10)
-    fetching = hand.fetch(manifest)
-    until(hand.group.all_ready, TIMEOUT)
-    with pytest.raises(ManifestMismatch, match="version 1 was not received; no version was"):
-        hand.receiver.manifest(1)
-    hand.send(manifest)
-    fetching.result(TIMEOUT)
-    assert hand.receiver.manifest(1) == manifest
-    with pytest.raises(ManifestMismatch, match="version 2 was not received; version 1 was"):
-        hand.receiver.manifest(2)
-
-
-def test_the_buffer_is_kept_while_it_is_large_enough(hand: Hand) -> None:
-    hand.meet()
+def test_the_buffer_is_kept_while_it_is_large_enough(store: WeightStoreWriter, bench: Bench) -> None:
+    transport, replica = bench()
     places = []
     for version, size in ((1, 1000), (2, 500), (3, 1000), (4, 5000)):
-        manifest = hand.publish(version, size)
-        hand.hold(manifest)
-        with hand.receiver.reading(manifest) as tensors:
+        manifest = filled(store, version, size)
+        transport.stage(replica, manifest, StageOptions(), TIMEOUT)
+        with replica.receivers[0].reading(manifest) as tensors:
             assert torch.equal(tensors["w"], torch.full((size,), float(version)))
             places.append(tensors["w"].data_ptr())
     assert places[0] == places[1] == places[2] != places[3]
 
 
-def test_a_version_is_not_overwritten_under_its_reader(hand: Hand) -> None:
-    hand.meet()
-    one = hand.publish(1, 1000)
-    hand.hold(one)
-    two = hand.publish(2, 1000)
-    with hand.receiver.reading(one) as tensors:
-        fetching, sending = hand.fetch(two), in_thread(lambda: hand.send(two))
+def test_a_version_is_not_overwritten_under_its_reader_and_one_of_its_number_is_another_one(
+    store: WeightStoreWriter, bench: Bench
+) -> None:
+    transport, replica = bench()
+    one = filled(store, 1, 1000)
+    transport.stage(replica, one, StageOptions(), TIMEOUT)
+    (receiver,) = replica.receivers
+    with receiver.reading(one) as tensors:
+        staging = in_thread(lambda: transport.stage(replica, filled(store, 2, 1000), StageOptions(), TIMEOUT))
+        until(lambda: replica.asked["stage_weights"] == 2)
         time.sleep(0.05)
-        assert not hand.group.all_ready()
+        assert not staging.done()
         assert torch.equal(tensors["w"], torch.ones(1000))
-    fetching.result(TIMEOUT)
-    sending.result(TIMEOUT)
-    with pytest.raises(ManifestMismatch), hand.receiver.reading(one):
+    staging.result(TIMEOUT)
+    with pytest.raises(ManifestMismatch, match="version 1 was not received; version 2 was"), receiver.reading(one):
+        pass
+    again = store.publish([("w", torch.zeros(10))], 2)
+    with pytest.raises(ManifestMismatch, match="version 2 was received again"), receiver.reading(again):
         pass
 
 
-def test_a_version_that_was_published_again_is_another_one(hand: Hand) -> None:
-    hand.meet()
-    one = hand.publish(1, 10)
-    hand.hold(one)
-    again = hand.store.publish([("w", torch.zeros(10))], 1)
-    with pytest.raises(ManifestMismatch, match="version 1 was received again"), hand.receiver.reading(again):
-        pass
-
-
-def test_a_trainer_that_never_comes_is_told_when_a_version_is_asked_for(tmp_path: Path) -> None:
-    hand = Hand(tmp_path, timeout=0.3)
+def test_a_trainer_that_never_comes_is_told_when_a_version_is_asked_for(place: MeetingPlace, tmp_path: Path) -> None:
+    options = {"meeting": place.begin(), "world_size": 2, "buffer_bytes": 1000, "timeout_seconds": 0.3}
+    receiver = GlooReceiver(options, 1)
     with pytest.raises(SyncTimeout, match="did not meet within"):
-        hand.fetch(hand.publish(1, 10)).result(TIMEOUT)
-    hand.receiver.close()
-    hand.receiver.close()
+        receiver.fetch(filled(WeightStoreWriter(tmp_path), 1, 10), verify=True, threads=1)
+    receiver.close()
+    receiver.close()
+
+
+# -- where ranks meet ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def place() -> Iterator[MeetingPlace]:
+    made = MeetingPlace()
+    yield made
+    made.close()
+
+
+def test_several_ranks_that_do_not_come_cost_one_deadline_and_not_one_each(place: MeetingPlace) -> None:
+    waits: list[int] = []
+    with pytest.raises(SyncTimeout, match="the 3 ranks"):
+        GlooGroup(place.meet(place.begin(), 0.0, lambda: waits.append(1)), 0, 3, 9.0)
+    assert waits == [1]  # at the first rank that was missing, the time was up
+
+
+def test_a_group_that_nobody_holds_any_more_ends(place: MeetingPlace) -> None:
+    before, where = threads(), place.begin()
+    group = GlooGroup(place.meet(where, TIMEOUT), 0, 1, TIMEOUT)
+    assert threads() > before
+    del group
+    assert (threads(), os.path.exists(where["folder"])) == (before, False)
+
+
+def test_a_group_that_was_not_made_leaves_no_socket_even_if_its_error_is_kept(place: MeetingPlace) -> None:
+    """A log keeps errors, with their frames; a rank that has connected would wait for the open socket."""
+    before = threads()
+    with pytest.raises(SyncTimeout) as kept:
+        GlooGroup(place.meet(place.begin(), 0.0), 0, 2, TIMEOUT)
+    until(lambda: threads() == before, TIMEOUT)
+    assert kept.value.__traceback__ is not None
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_value_is_there_whole_or_not_at_all_whatever_its_key(place: MeetingPlace) -> None:
+    where = place.begin()
+    one, other = Meeting(where, TIMEOUT), Meeting(where, TIMEOUT)
+    one.set("gloo/0/../1", b"first")
+    one.set("gloo/0/../1", b"second")
+    assert other.get("gloo/0/../1") == b"second"
+    assert (other.check(["gloo/0/../1"]), other.check(["gloo", "gloo/0/../1"])) == (True, False)
+    assert len(list(Path(where["folder"]).iterdir())) == 1
+
+
+@pytest.mark.parametrize("how", ["the meeting", "its place"])
+def test_who_is_late_for_a_meeting_that_is_over_hears_of_it_at_once(place: MeetingPlace, how: str) -> None:
+    where = place.begin()
+    board = Meeting(where, TIMEOUT)
+    place.close() if how == "its place" else place.end(where)
+    uses = [lambda: board.set("key", b"value"), lambda: board.get("key")]
+    uses += [lambda: board.check(["key"]), lambda: board.wait(["key"])]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="the trainer has given the group up"):
+            use()
+
+
+def test_a_folder_that_is_not_here_is_another_hosts(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=r"is another host, and .* reaches one host: use transport='memmap'"):
+        Meeting({"folder": str(tmp_path / "none")}, TIMEOUT)
+
+
+# -- which transport a name stands for --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "size"), [({}, BUFFER_BYTES), ({"device": None}, BUFFER_BYTES), ({"buffer_bytes": 9, "device": "cpu"}, 9)]
+)
+def test_a_name_stands_for_a_transport_with_what_is_given(given: dict[str, Any], size: int, tmp_path: Path) -> None:
+    transport = open_transport("gloo", tmp_path, **given)
+    assert isinstance(transport, GlooTransport)
+    assert (transport._reader.folder, transport._buffer_bytes) == (tmp_path, size)
+    transport.close()
+    shared = open_transport("memmap", tmp_path / "a", tmp_path / "b")  # as the engines see it
+    assert isinstance(shared, MemmapTransport) and shared.folder == tmp_path / "b"
+    assert isinstance(open_receiver("memmap", {"folder": str(tmp_path)}), MemmapReceiver)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kind", "words"),
+    [
+        ("gloo", {"buffer_bytes": 0}, ValueError, "buffer_bytes must be at least 1, got 0"),
+        ("gloo", {"device": "cuda:1"}, ValueError, "device='cuda:1': transport='gloo' sends from the CPU"),
+        ("pigeon", {}, ValueError, "unknown transport 'pigeon'; there are 'memmap', 'adapter', 'gloo' and 'nccl'"),
+    ],
+)
+def test_what_it_cannot_use_is_refused(name: str, given: Any, kind: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=words):
+        open_transport(name, tmp_path, **given)
+    with pytest.raises(ValueError, match="unknown transport 'pigeon'; the worker has 'memmap', 'gloo'"):
+        open_receiver("pigeon", {})
+    with pytest.raises(TypeError, match="port"):
+        open_receiver("memmap", {"folder": str(tmp_path), "port": 1})
+
+
+@pytest.mark.parametrize(
+    ("replica", "per_replica", "worker", "offset", "rank"), [(0, 1, 0, 1, 1), (0, 4, 3, 1, 4), (1, 2, 1, 5, 8)]
+)
+def test_ranks_count_the_workers_behind_the_offset(
+    replica: int, per_replica: int, worker: int, offset: int, rank: int
+) -> None:
+    config = SimpleNamespace(data_parallel_index=replica, world_size=per_replica, rank=worker)
+    assert rank_of(config, offset) == rank

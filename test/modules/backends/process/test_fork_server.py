@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,8 +26,8 @@ import pytest
 
 from support import forkable, toy_kind
 from support.forkable import GONE, Forked, Forks
-from support.processes import group, toy_environment, toy_replica
-from support.waiting import until
+from support.processes import group, is_gone, toy_environment, toy_replica
+from support.waiting import in_thread, until
 from torchrl_moe.errors import ReplicaDiedError
 from torchrl_moe.modules.backends.process import child, fork_server, link
 from torchrl_moe.modules.backends.process.child import Child
@@ -34,22 +35,30 @@ from torchrl_moe.modules.backends.process.fork_server import CannotFork
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[pytest.MonkeyPatch]:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """No server of another test file is asked or closed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "_servers", OrderedDict())
         patch.setattr(fork_server, "KEPT", 100)
-        yield patch
+        made = Forks(tmp_path_factory.mktemp("forks"))
+        yield made
+        made.close()
 
 
-@pytest.fixture(scope="module")
-def forks(registry: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("forks"))
-    yield forks
-    forks.close()
+def check_hung_up(connection: Connection) -> None:
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
 
 
-# -- who shares a server ----------------------------------------------------------------------------------------------
+def raising(error: Exception) -> Any:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
+def error_of(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
 
 
 def test_processes_whose_environments_import_alike_share_one_server_and_one_import(forks: Forks) -> None:
@@ -100,9 +109,6 @@ def test_many_kinds_of_servers_do_not_pile_up_and_closed_ones_serve_their_proces
     assert not second.is_alive()
 
 
-# -- what a process inherits ------------------------------------------------------------------------------------------
-
-
 def test_a_forked_process_has_inherited_from_its_driver_of_now(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,9 +149,6 @@ def test_a_forked_process_has_the_files_that_it_needs_and_no_others(forks: Forks
         assert other.end() == GONE
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def test_many_starts_leave_no_file_and_no_process(forks: Forks) -> None:
     server = psutil.Process(forks.server().pid)
     assert forks.start().end() == GONE
@@ -171,43 +174,33 @@ def test_a_cancelled_request_is_not_carried_out(forks: Forks) -> None:
     finally:
         os.kill(server.pid, signal.SIGCONT)
     assert forks.start().end() == GONE  # and so the one before has been looked at
-    with pytest.raises((EOFError, ConnectionResetError)):
-        connection.recv()
+    check_hung_up(connection)
     launch.cancel()  # too late, and no harm
 
 
 @pytest.mark.timeout(120)
-def test_a_server_that_does_not_answer_is_replaced(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = forks.server()
-    forked = forks.start()
-    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
-    os.kill(server.pid, signal.SIGSTOP)
-    launch, _ = forks.ask(server)
-    with pytest.raises(CannotFork, match=r"did not answer within 0 s"):
-        launch.wait()
-    monkeypatch.undo()
+@pytest.mark.parametrize("how", ["does not answer", "is killed"])
+def test_the_processes_of_a_lost_server_continue_and_the_next_start_has_another(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    server, forked = forks.server(), forks.start()
+    if how == "is killed":
+        os.kill(server.pid, signal.SIGKILL)
+    else:
+        os.kill(server.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
+            launch, _ = forks.ask(server)
+            with pytest.raises(CannotFork, match=r"did not answer within 0 s"):
+                launch.wait()
     until(lambda: not server.is_alive(), 60)
-    with pytest.raises(subprocess.TimeoutExpired):
-        forked.process.wait(0.05)
-    assert forked.report()["pid"] == forked.process.pid  # continues
-    assert forks.start().report()["ppid"] == forks.server().pid != server.pid
-
-
-def test_the_processes_of_a_killed_server_continue_and_the_next_start_has_another_server(forks: Forks) -> None:
-    server = forks.server()
-    forked = forks.start()
-    os.kill(server.pid, signal.SIGKILL)
-    until(lambda: not server.is_alive(), 60)
-    assert forked.report()["pid"] == forked.process.pid
-    assert forked.process.poll() is None
     with pytest.raises(CannotFork, match="cannot be reached"):
         forks.ask(server)
+    assert forked.process.poll() is None
+    assert forked.report()["pid"] == forked.process.pid
     assert forks.start().report()["ppid"] == forks.server().pid != server.pid
     forked.process.kill()
     assert forked.process.wait(60) == 255  # nobody knows
-
-
-# -- why not ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,8 +216,7 @@ def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str
     launch, connection = forks.ask(server, VLLM_TEST_PRELOAD=how)
     with pytest.raises(CannotFork, match=reason):
         launch.wait()
-    with pytest.raises((EOFError, ConnectionResetError)):
-        connection.recv()
+    check_hung_up(connection)
     server.end()
     assert server.how_it_ended() == ""  # and not an error, in a thread that is late
 
@@ -274,10 +266,11 @@ WAYS = (
     "ignores its children",
 )
 DEADLINE = 120.0  # on a machine that is busy
+Drivers = dict[str, tuple[Path, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, dict[str, Any]]]]:
+def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
     """What drivers said that have died, and each one's folder, by how they died."""
     folders = {how: tmp_path_factory.mktemp("driver") for how in WAYS}
     environment = Forks(tmp_path_factory.mktemp("unused")).environment()
@@ -287,30 +280,19 @@ def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
     ]
     for driver in drivers:
         driver.wait(DEADLINE * 2)
-    found = {how: json.loads((folder / "found").read_text()) for how, folder in folders.items()}
-    yield {how: (folders[how], found[how]) for how in WAYS}
-    for one in found.values():
-        for pid in one["pids"]:
-            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                psutil.Process(pid).kill()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # where nobody asks how orphans ended
-    except psutil.NoSuchProcess:
-        return True
+    found = {how: (folder, json.loads((folder / "found").read_text())) for how, folder in folders.items()}
+    yield found
+    for pid in [pid for _, one in found.values() for pid in one["pids"]]:
+        if not is_gone(pid):
+            psutil.Process(pid).kill()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", WAYS)
-def test_the_server_ends_after_its_driver_and_nothing_is_left(
-    dead_drivers: dict[str, tuple[Path, dict[str, Any]]], how: str
-) -> None:
+def test_the_server_ends_after_its_driver_and_nothing_is_left(dead_drivers: Drivers, how: str) -> None:
     folder, found = dead_drivers[how]
-    until(lambda: is_gone(found["server"]), DEADLINE)
-    if found["pids"]:
-        until(lambda: is_gone(found["pids"][0]), DEADLINE)
+    for pid in (found["server"], *found["pids"][:1]):
+        until(lambda pid=pid: is_gone(pid), DEADLINE)
     if how.startswith("is killed"):  # else the driver removes it
         until(lambda: not (folder / "replica").exists(), DEADLINE)
     assert found["code"] == (-9 if how == "ignores its children" else None)  # exit codes arrive there, too
@@ -349,39 +331,38 @@ def test_the_tail_of_a_log_is_its_last_errors_or_lines(temporary: Path, log: str
     assert process.log_tail(most) == tail
 
 
-def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = Child(3, toy_kind, toy_environment())
+@contextmanager
+def toy_child(index: int, *words: str, log_folder: Path | None = None) -> Iterator[Child]:
+    """A child that serves, and has printed these words; at the end it and its folder are gone."""
+    one = Child(index, toy_kind, toy_environment(), log_folder)
     try:
-        assert os.getpgid(process.process.pid) == process.process.pid
-        assert os.getsid(process.process.pid) == os.getsid(0)  # and so the cores are shared fairly
-        process.outbox.put(child.configuration({"model": "toy", "start": {"print": "hello log"}}))
-        assert link.read(process.stream)[0] == "ready"
-        assert process.log.parent.parent == temporary
-        assert process.log.parent.name.startswith("torchrl_moe-replica-3-")
-        assert process.log_tail() == "hello log"
+        one.outbox.put(child.configuration({"model": "toy", "start": {"print": " ".join(words)}}))
+        assert link.read(one.stream)[0] == "ready"
+        yield one
     finally:
-        process.end_and_forget()
+        one.end_and_forget()
+    assert group(one.process.pid) == []
+    assert not one.folder.exists()
+
+
+def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(temporary: Path) -> None:
+    with toy_child(3, "hello log") as one:
+        assert os.getpgid(one.process.pid) == one.process.pid
+        assert os.getsid(one.process.pid) == os.getsid(0)  # and so the cores are shared fairly
+        assert one.log.parent.parent == temporary
+        assert one.log.parent.name.startswith("torchrl_moe-replica-3-")
+        assert one.log_tail() == "hello log"
     assert list(temporary.iterdir()) == []
-    assert group(process.process.pid) == []
-    assert not process.outbox._thread.is_alive()
+    assert not one.outbox._thread.is_alive()
 
 
-def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_continues_in_it(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = temporary / "kept" / "logs"
+def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_continues_in_it(temporary: Path) -> None:
+    log = temporary / "kept" / "logs" / "replica-3.log"
     for words in ("RuntimeError: of the first", "hello"):
-        process = Child(3, toy_kind, toy_environment(), folder)
-        try:
-            process.outbox.put(child.configuration({"model": "toy", "start": {"print": words}}))
-            assert link.read(process.stream)[0] == "ready"
-            assert process.log == folder / "replica-3.log"
-            assert process.log_tail() == words  # of this child, not of the one before
-        finally:
-            process.end_and_forget()
-    assert (folder / "replica-3.log").read_text() == "RuntimeError: of the first\nhello\n"
+        with toy_child(3, words, log_folder=log.parent) as one:
+            assert one.log == log
+            assert one.log_tail() == words  # of this child, not of the one before
+    assert log.read_text() == "RuntimeError: of the first\nhello\n"
     assert list(temporary.iterdir()) == [temporary / "kept"]
 
 
@@ -389,8 +370,7 @@ def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Child(0, toy_kind, toy_environment())
-    wait = process.process.wait
-    again = [process.end_and_forget]
+    wait, again = process.process.wait, [process.end_and_forget]
 
     def wait_and_collect(*arguments: Any) -> int:
         while again:  # as Python's collector may, anywhere
@@ -398,34 +378,20 @@ def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
         return wait(*arguments)
 
     monkeypatch.setattr(process.process, "wait", wait_and_collect)
-    ending = threading.Thread(target=process.end, daemon=True)
-    ending.start()
-    ending.join(60.0)
-    assert not ending.is_alive()
+    in_thread(process.end).result(60.0)
     assert group(process.process.pid) == []
 
 
-def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(tmp_path: Path) -> None:
-    name_bytes = 36  # vLLM calls them by a UUID
-    fits = Path("/" + "x" * (107 - name_bytes - 2))
+def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names() -> None:
+    fits = "/" + "x" * (107 - 36 - 2)  # vLLM calls them by a UUID, of 36 bytes
     driver = {child.DRIVER_VARIABLE: str(os.getpid())}
-    assert child._with_places({"TMPDIR": "theirs", "A": "1"}, fits) == {
-        "A": "1",
-        "TMPDIR": str(fits),
-        "VLLM_RPC_BASE_PATH": str(fits),
-        child.FOLDER_VARIABLE: str(fits),
-        **driver,
-    }
-    assert child._with_places({"TMPDIR": "theirs"}, Path(f"{fits}x")) == {
-        "TMPDIR": "theirs",
-        child.FOLDER_VARIABLE: f"{fits}x",
-        **driver,
-    }
-    theirs = child._with_places({"VLLM_RPC_BASE_PATH": "theirs"}, fits)
-    assert (theirs["VLLM_RPC_BASE_PATH"], theirs["TMPDIR"]) == ("theirs", str(fits))  # the user may choose
-
-
-# -- forked or not ----------------------------------------------------------------------------------------------------
+    ours = {"TMPDIR": fits, "VLLM_RPC_BASE_PATH": fits, child.FOLDER_VARIABLE: fits, **driver}
+    for given, folder, expected in (
+        ({"TMPDIR": "theirs", "A": "1"}, fits, {"A": "1", **ours}),
+        ({"TMPDIR": "theirs"}, f"{fits}x", {"TMPDIR": "theirs", child.FOLDER_VARIABLE: f"{fits}x", **driver}),
+        ({"VLLM_RPC_BASE_PATH": "theirs"}, fits, {**ours, "VLLM_RPC_BASE_PATH": "theirs"}),  # the user may choose
+    ):
+        assert child._with_places(given, Path(folder)) == expected
 
 
 def talk(one: Child) -> Connection:
@@ -523,25 +489,15 @@ def test_a_process_that_is_forked_while_a_child_starts_does_not_hide_the_childs_
 def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Refusal:
-        def wait(self) -> None:
-            raise CannotFork("of the tests")
-
-        def fork(self, *_: Any) -> Refusal:
-            return self
-
-    monkeypatch.setattr(child, "fork_server", lambda *_: Refusal())
-    monkeypatch.setattr(child.Child, "_spawn", raising(errno.ENOMEM))
+    launch = SimpleNamespace(wait=raising(CannotFork("of the tests")))
+    monkeypatch.setattr(child, "fork_server", lambda *_: SimpleNamespace(fork=lambda *_: launch))
+    monkeypatch.setattr(Child, "_spawn", raising(error_of(errno.ENOMEM)))
     replica = toy_replica()
     replica.start()
-    try:
-        with pytest.raises(
-            ReplicaDiedError, match=r"replica 0 could not be started: OSError: .*Cannot allocate memory"
-        ):
-            replica.wait_ready(240)
-        assert not replica.is_alive()
-    finally:
-        replica.shutdown()
+    with pytest.raises(ReplicaDiedError, match=r"replica 0 could not be started: OSError: .*Cannot allocate memory"):
+        replica.wait_ready(240)
+    assert not replica.is_alive()
+    replica.shutdown()
     assert list(temporary.iterdir()) == []
 
 
@@ -553,22 +509,22 @@ def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: P
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def raising(number: int) -> Any:
-    """A system call that fails."""
-
-    def call(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-def test_a_process_that_cannot_be_watched_is_killed(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, connection = forks.ask(forks.server())
-    monkeypatch.setattr(os, "pidfd_open", raising(errno.EMFILE))
-    with pytest.raises(CannotFork, match="Too many open files"):
+@pytest.mark.parametrize(
+    ("call", "fails", "words"),
+    [
+        ("pidfd_open", raising(error_of(errno.EMFILE)), "Too many open files"),  # it cannot be watched
+        ("sched_getaffinity", lambda _: {1000}, "ended with exit code 1 before it ran"),  # nor take over what we have
+    ],
+)
+def test_a_process_that_is_not_as_it_must_be_is_not_handed_out(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch, call: str, fails: Any, words: str
+) -> None:
+    server = forks.server()
+    monkeypatch.setattr(os, call, fails)
+    launch, connection = forks.ask(server)
+    with pytest.raises(CannotFork, match=words):
         launch.wait()
-    with pytest.raises((EOFError, ConnectionResetError)):
-        connection.recv()
+    check_hung_up(connection)
 
 
 @pytest.mark.parametrize("how", ["not in this Python", "not in this kernel"])
@@ -578,17 +534,6 @@ def test_there_is_no_server_where_forking_is_not_possible(
     if how == "not in this Python":
         monkeypatch.delattr(os, "pidfd_open")
     else:
-        monkeypatch.setattr(os, "pidfd_open", raising(errno.ENOSYS))
+        monkeypatch.setattr(os, "pidfd_open", raising(error_of(errno.ENOSYS)))
     with pytest.raises(CannotFork, match=r"are not available: .*('pidfd_open'|not implemented)"):
         forks.server()
-
-
-def test_a_process_that_cannot_take_over_what_its_driver_has_is_not_handed_out(
-    forks: Forks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1000})
-    launch, connection = forks.ask(forks.server())
-    with pytest.raises(CannotFork, match=r"ended with exit code 1 before it ran"):
-        launch.wait()
-    with pytest.raises((EOFError, ConnectionResetError)):
-        connection.recv()

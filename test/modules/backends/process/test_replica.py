@@ -6,6 +6,7 @@ Most tests run our real engine process over the toy engine, which starts in a se
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -46,37 +47,42 @@ def lasting() -> Iterator[LocalReplica]:
 
 
 def started(**how: Any) -> tuple[LocalReplica, int]:
-    replica = toy_replica(**how)
+    """A replica that serves, with a child of its engine's, and its process."""
+    replica = toy_replica(sleeper=True, **how)
     replica.start()
     replica.wait_ready(START)
     return replica, process_of(replica).pid
+
+
+def waiting(*names: str, seconds: float = HOUR, **fields: Any) -> list[Request]:
+    """Requests that take so long."""
+    return [ids_request(name, sampling_params={"seconds": seconds}, **fields) for name in names]
+
+
+def check_soon(what: Any) -> None:
+    """It does not wait for what takes an hour."""
+    began = time.monotonic()
+    what()
+    assert time.monotonic() - began < PATIENCE
 
 
 def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -> Any:
     return replica.call(Engine.collective_rpc, timeout, method, args, None)
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
 def test_of_every_field_what_is_not_plain_is_refused_by_its_class(lasting: LocalReplica, field: str) -> None:
-    (other,) = lasting.submit([ids_request("other", sampling_params={"seconds": 0.3})])
-    (future,) = lasting.submit([ids_request("x", **{field: {"mode": threading.Lock()}})])
+    bad = ids_request("x", **{field: {"mode": threading.Lock()}})
+    other, future = lasting.submit([*waiting("other", seconds=0.3), bad])  # in one message
     with pytest.raises(ValueError, match=r"_thread\.lock has no plain form"):
         future.result(0)
     assert other.result(60.0).request_id == "other"
 
 
 def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica) -> None:
-    first, second = lasting.submit(
-        [ids_request("a", sampling_params={"seconds": 0.1}), ids_request("b", sampling_params={"seconds": 0.2})]
-    )
+    first, second = lasting.submit([*waiting("a", seconds=0.1), *waiting("b", seconds=0.2)])
     assert first.cancel()
     assert second.result(60.0).request_id == "b"
-
-
-# -- commands ---------------------------------------------------------------------------------------------------------
 
 
 def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
@@ -93,57 +99,49 @@ def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: L
     assert rpc(lasting, "echo") == [["echo", [], None]]
 
 
-# -- before and after its life ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("tag", "value"), [("completions", [{"request_id": "r"}]), ("ReplicaStats", {"running": "x"})])
+def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, tag: str, value: Any) -> None:
+    future: Future[Any] = Future()
+    lasting._calls[-7] = future
+    lasting._handle("result", [-7, tag, value])
+    assert "is not of this version" in str(future.exception(0))
+    assert lasting.submit([ids_request("after")])[0].result(60.0).request_id == "after"
 
 
-def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
+def test_a_replica_starts_once_and_before_that_says_so_and_can_be_shut_down(lasting: LocalReplica) -> None:
+    with pytest.raises(RuntimeError, match="replica 3 was started before"):
+        lasting.start()
     replica = toy_replica(5)
     assert replica.log_tail() == ""
     replica.shutdown()
     assert not replica.is_alive()
-    for use in (
-        lambda: replica.submit([ids_request("x")]),
-        lambda: replica.abort(["x"]),
-        lambda: replica.call(Engine.stats, 1),
-        lambda: replica.wait_ready(1),
-    ):
+    for use, arguments in (("submit", [[]]), ("abort", [["x"]]), ("call", [Engine.stats, 1]), ("wait_ready", [1])):
         with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
-            use()
+            getattr(replica, use)(*arguments)
 
 
-def test_a_shutdown_fails_what_waits_at_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
-    replica, pid = started(sleeper=True)
-    assert len(group(pid)) == 2
-    log = replica._child.log
-    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
-    began = time.monotonic()
-    replica.shutdown()
-    assert time.monotonic() - began < PATIENCE
-    until(lambda: not group(pid))
-    assert not log.exists()
-    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
-        future.result(0)
+LOG = (
+    "(Worker pid=7) ERROR 11-26 [cpu_worker.py:83] ValueError: Available memory on node 0 is too small\n"
+    "(EngineCore pid=5) ERROR 11-26 [core.py:1512] RuntimeError: Worker failed with error, see the root cause above"
+)
 
 
-def test_a_start_that_points_to_its_log_names_what_is_there_first() -> None:
-    log = (
-        "(Worker pid=7) ERROR 11-26 [cpu_worker.py:83] ValueError: Available memory on node 0 is too small\n"
-        "(EngineCore pid=5) ERROR 11-26 [core.py:1512] RuntimeError: Worker failed with error, see the root cause above"
-    )
-    replica = toy_replica(4, error="Engine core initialization failed. See root cause above.", print=log)
-    replica.start()
-    words = r"^replica 4 did not start: ValueError: Available memory on node 0 is too small \(ValueError: Engine core"
-    with pytest.raises(ReplicaDiedError, match=words):
-        replica.wait_ready(START)
-    replica.shutdown()
-
-
-def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
-    replica = toy_replica(4, error="no such model", sleeper=True, print="SomeError: in the log")
+@pytest.mark.parametrize(
+    ("error", "log", "words"),
+    [
+        ("no such model", "SomeError: in the log", r"no such model\n[\s\S]*in the log"),
+        (
+            "Engine core initialization failed. See root cause above.",  # what the log names first is said
+            LOG,
+            r"Available memory on node 0 is too small \(ValueError: Engine core",
+        ),
+    ],
+)
+def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing(error: str, log: str, words: str) -> None:
+    replica = toy_replica(4, error=error, sleeper=True, print=log)
     replica.start()
     pid = process_of(replica).pid
-    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 4 did not start: ValueError: no such model\n.*in the log"):
+    with pytest.raises(ReplicaDiedError, match=rf"replica 4 did not start: ValueError: {words}"):
         replica.wait_ready(START)
     assert not replica.is_alive()
     until(lambda: not group(pid))  # before anybody shuts it down
@@ -159,54 +157,51 @@ def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once(monk
     with pytest.raises(EngineError, match=r"(?s)replica 0 was not ready within 0 s\. Its log so far:\nstill loading"):
         replica.wait_ready(0.1)
     assert replica.is_alive()
-    began = time.monotonic()
-    replica.shutdown()  # not after the grace period: that is for engines that serve
-    assert time.monotonic() - began < PATIENCE
+    check_soon(replica.shutdown)  # not after the grace period: that is for engines that serve
     until(lambda: not group(pid))
 
 
 def test_a_replica_that_is_forgotten_is_ended() -> None:
-    replica, pid = started(sleeper=True)
+    replica, pid = started()
     log, gone = replica._child.log, weakref.ref(replica)
     del replica
     gc.collect()
     assert gone() is None
-    until(lambda: not group(pid))
-    until(lambda: not log.exists())
+    until(lambda: not group(pid) and not log.exists())
 
 
-# -- deaths -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["shutdown", "kill"])
-def test_shared_memory_that_the_engine_left_behind_is_removed(how: str) -> None:
-    replica = toy_replica(shared=True, sleeper=True)
-    replica.start()
-    segment = Path("/dev/shm") / replica.wait_ready(START).model
-    pid = process_of(replica).pid
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("shutdown", "was shut down"),
+        ("kill", "ended with exit code -9"),
+        ("die", "died: vLLM's engine core died: the toy is broken"),
+    ],
+)
+def test_an_end_fails_what_waits_and_leaves_no_process_log_or_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, how: str, words: str
+) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    replica, pid = started(shared=True)
+    segment, log = Path("/dev/shm") / replica.wait_ready(START).model, replica._child.log
     assert segment.exists()
+    assert len(group(pid)) >= 2
+    futures = [*replica.submit(waiting(*"abc")), replica.ask(Engine.collective_rpc, "sleep", [60], None)]
     if how == "kill":
         os.kill(pid, signal.SIGKILL)
+    elif how == "die":
+        replica.submit(waiting("failing", seconds=3.0))
+        rpc(replica, "die")
     else:
-        replica.shutdown()
-    until(lambda: not segment.exists())
-    until(lambda: not group(pid))
-    replica.shutdown()
-
-
-def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> None:
-    replica, pid = started(sleeper=True)
-    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 3600}) for i in range(3)])
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(rpc, replica, "sleep", 60, timeout=60)
-        time.sleep(0.2)
-        os.kill(pid, signal.SIGKILL)
-        for waiting in (*futures, call):
-            with pytest.raises(ReplicaDiedError, match="replica 0 ended with exit code -9"):
-                waiting.result(60.0)
-    until(lambda: not group(pid))
+        check_soon(replica.shutdown)
+    for future in futures:
+        with pytest.raises(ReplicaDiedError, match=f"replica 0 {words}"):
+            future.result(60.0)
+    assert not replica.is_alive()
     assert isinstance(replica.ask(Engine.probe, 1.0).exception(60.0), ReplicaDiedError)
+    until(lambda: not segment.exists() and not group(pid))
     replica.shutdown()
+    until(lambda: not log.exists())
 
 
 def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> None:
@@ -215,10 +210,10 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
     stop = threading.Event()
 
     def submit(thread: int) -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 3600})]))
+        for number in itertools.count():
+            futures.extend(replica.submit(waiting(f"{thread}-{number}")))
+            if stop.is_set():
+                break
 
     with ThreadPoolExecutor(4) as pool:
         threads = [pool.submit(submit, thread) for thread in range(4)]
@@ -234,32 +229,13 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
     replica.shutdown()
 
 
-def test_an_engine_that_dies_fails_everything_as_a_death_and_the_process_ends() -> None:
-    replica, pid = started(sleeper=True)
-    open_one, failing = replica.submit(
-        [ids_request("open", sampling_params={"seconds": 3600}), ids_request("failing", sampling_params={"seconds": 3})]
-    )
-    rpc(replica, "die")
-    for future in (open_one, failing):
-        with pytest.raises(ReplicaDiedError, match="replica 0 died: vLLM's engine core died: the toy is broken"):
-            future.result(60.0)
-    assert not replica.is_alive()
-    until(lambda: not group(pid))
-    replica.shutdown()
-
-
 def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
-    replica, pid = started(sleeper=True)
+    replica, pid = started()
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
-        replica.call(Engine.stats, 0.3)
     # far more than the socket holds: the writer waits
-    big = [
-        Request(request_id=str(i), sampling_params=None, prompt_token_ids=np.zeros(1 << 20, np.int32)) for i in (1, 2)
-    ]
-    futures = replica.submit(big)
-    replica.abort(["1"])
+    futures = replica.submit([ids_request(name, np.zeros(1 << 20)) for name in "ab"])
+    replica.abort(["a"])
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
         replica.call(Engine.stats, 0.3)
     assert replica.is_alive()
@@ -294,47 +270,36 @@ time.sleep(60)
 """
 
 
-def driver(how: str, temporary: Path) -> subprocess.Popen[str]:
-    """Start a driver, whose replica's folder lies in ``temporary``."""
-    return subprocess.Popen(
+@pytest.mark.parametrize("how", ["starting", "a process is stopped", "forked", "raises"])
+def test_a_driver_that_ends_takes_its_engines_with_it(how: str, tmp_path: Path) -> None:
+    """Killed: also while they start, where a process of theirs is stopped, and where one that it forked lives on."""
+    with subprocess.Popen(
         [sys.executable, "-c", DRIVER, how],
-        env={**toy_environment(), "TMPDIR": str(temporary)},
+        env={**toy_environment(), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-
-
-@pytest.mark.parametrize("how", ["starting", "a process is stopped", "forked"])
-def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> None:
-    """Also while they start, where a process of theirs is stopped, and where one that the driver forked lives on."""
-    with driver(how, tmp_path) as process:
+    ) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2 if how == "forked" else 1)]
-        (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
-        until(lambda: len(group(engine)) == 2, START)
+        if how == "raises":
+            _, errors = process.communicate(timeout=START)
+            assert "Exception ignored" not in errors
+            assert "the user's script failed" in errors
+            engine = pids[0]
+        else:
+            (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
+            until(lambda: len(group(engine)) == 2, START)
         if how == "a process is stopped":
             (sleeper,) = [member.pid for member in group(engine) if member.pid != engine]
             os.kill(sleeper, signal.SIGSTOP)
             until(lambda: psutil.Process(sleeper).status() == psutil.STATUS_STOPPED)
         process.kill()
         process.wait(60.0)
-        until(lambda: not group(engine))
-        until(lambda: list(tmp_path.iterdir()) == [])  # the leader was there to clear up
-        for forked in set(pids) - {engine}:
-            os.kill(forked, signal.SIGKILL)
-
-
-def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(tmp_path: Path) -> None:
-    with driver("raises", tmp_path) as process:
-        output, errors = process.communicate(timeout=START)
-    assert "Exception ignored" not in errors
-    assert "the user's script failed" in errors
-    until(lambda: not group(int(output)))
-    assert list(tmp_path.iterdir()) == []
-
-
-# -- vLLM itself ------------------------------------------------------------------------------------------------------
+    until(lambda: not group(engine))
+    until(lambda: list(tmp_path.iterdir()) == [])  # the leader was there to clear up
+    for forked in set(pids) - {engine}:
+        os.kill(forked, signal.SIGKILL)
 
 
 @pytest.mark.engine
@@ -347,17 +312,3 @@ def test_a_model_folder_that_vllm_refuses_is_reported_in_its_words_and_leaves_no
         replica.wait_ready(120)
     until(lambda: not group(pid))
     replica.shutdown()
-
-
-@pytest.mark.parametrize(("tag", "value"), [("completions", [{"request_id": "r"}]), ("ReplicaStats", {"running": "x"})])
-def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, tag: str, value: Any) -> None:
-    future: Future[Any] = Future()
-    lasting._calls[-7] = future
-    lasting._handle("result", [-7, tag, value])
-    assert "is not of this version" in str(future.exception(0))
-    assert lasting.submit([ids_request("after")])[0].result(60.0).request_id == "after"
-
-
-def test_a_replica_starts_once(lasting: LocalReplica) -> None:
-    with pytest.raises(RuntimeError, match="replica 3 was started before"):
-        lasting.start()

@@ -8,14 +8,13 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
-from ray.exceptions import RayError
 
 from support.actors import FakeActor, FakeCluster, ToyHost, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, ids_request, is_gone
@@ -36,20 +35,18 @@ from torchrl_moe.modules.backends.ray.cluster import (
 from torchrl_moe.modules.backends.ray.ray_replica import ActorLink, RayReplica
 from torchrl_moe.modules.backends.ray.replica_host import dial
 
+
 # -- over a host in this process ---------------------------------------------------------------------------------------
-
-
 class HostLink:
     """An ``ActorLink`` to a host that is here."""
 
+    reason, was_left = "", False
+
     def __init__(self, host: ToyHost) -> None:
-        self.driver = uuid.uuid4().hex[:8]
-        self.reason = ""
-        self.was_left = False
+        self.host, self.driver = host, uuid.uuid4().hex[:8]
         self.stream = dial(host.address())
         self.outbox = link.Outbox(self.stream)
         self.outbox.put(link.message("hello", {}, self.driver))
-        self.host = host
 
     def end(self) -> None:
         self.reason = self.reason or ("left" if self.was_left else "")
@@ -93,30 +90,26 @@ def two(host: ToyHost) -> Iterator[tuple[RayReplica, RayReplica]]:
         replica.disconnect()
 
 
+def long_request(replica: RayReplica) -> Any:
+    """What a request becomes that takes an hour."""
+    return replica.submit([ids_request("x", sampling_params={"seconds": 3600})])[0]
+
+
 def test_two_drivers_may_use_the_same_ids_and_calls_at_the_same_time(two: tuple[RayReplica, RayReplica]) -> None:
     def sent(first: int) -> Any:
         return [ids_request(f"r{i}", (first, i), sampling_params={"seconds": 0.2}) for i in range(30)]
 
     futures = [replica.submit(sent(10 * k)) for k, replica in enumerate(two)]
     for k in range(2):
-        completions = [future.result(60.0) for future in futures[k]]
-        assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(30)]
-        assert [c.outputs[0].token_ids.tolist() for c in completions] == [[10 * k + 1, i + 1] for i in range(30)]
-        assert {completion.metrics.replica for completion in completions} == {6}
+        done = [(one.request_id, one.outputs[0].token_ids.tolist()) for one in (f.result(60.0) for f in futures[k])]
+        assert done == [(f"r{i}", [10 * k + 1, i + 1]) for i in range(30)]
     answers = [replica.call(Engine.collective_rpc, 10, "echo", (k,), None) for k, replica in enumerate(two)]
     assert answers == [[["echo", [0], None]], [["echo", [1], None]]]
 
 
-def test_an_abort_concerns_the_own_request_of_that_name_only(two: tuple[RayReplica, RayReplica]) -> None:
-    one, other = (replica.submit([ids_request("same", sampling_params={"seconds": 1.0})])[0] for replica in two)
-    two[0].abort(["same"])
-    assert one.result(60.0).aborted
-    assert not other.result(60.0).aborted
-
-
 def test_who_leaves_fails_what_he_waits_for_and_the_other_continues(two: tuple[RayReplica, RayReplica]) -> None:
     stays, leaves = two
-    (future,) = leaves.submit([ids_request("x", sampling_params={"seconds": 3600})])
+    future = long_request(leaves)
     leaves.disconnect()
     leaves.disconnect()
     with pytest.raises(ReplicaDiedError, match="replica 6: this driver has left"):
@@ -128,7 +121,7 @@ def test_who_leaves_fails_what_he_waits_for_and_the_other_continues(two: tuple[R
 
 def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host: ToyHost) -> None:
     ends, hears = two
-    (future,) = hears.submit([ids_request("x", sampling_params={"seconds": 3600})])
+    future = long_request(hears)
     ends.shutdown()
     with pytest.raises(ReplicaDiedError, match="replica 6 died: its engine process ended with exit code"):
         future.result(60.0)
@@ -136,7 +129,7 @@ def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host:
     assert (ends.was_ended, hears.was_ended) == (False, True)
 
 
-def test_of_an_actor_that_ends_since_its_driver_left_ray_that_is_said_and_not_how_its_engine_died(
+def test_of_an_actor_that_ends_as_its_driver_left_ray_that_is_said(
     two: tuple[RayReplica, RayReplica], host: ToyHost
 ) -> None:
     left, stays = two
@@ -147,21 +140,7 @@ def test_of_an_actor_that_ends_since_its_driver_left_ray_that_is_said_and_not_ho
     assert stays.death.startswith("replica 6 died: its engine process ended with exit code -9")
 
 
-# -- what a link asks of Ray -------------------------------------------------------------------------------------------
-
-
-START = 120.0
-
-
-def test_of_rays_long_reports_the_reason_is_reported() -> None:
-    long = RayError("The actor died.\n\tclass_name: A\n\tThe actor is dead because x. Some common causes include: y")
-    assert ray_replica._cause(long) == "The actor is dead because x."
-    assert ray_replica._cause(OSError("first\n\nlast\n")) == "last"
-    assert ray_replica._cause(EOFError()) == "EOFError()"
-
-
 # -- what it asks of Ray ----------------------------------------------------------------------------------------------
-
 SERVICE = ray_service(name="policy", detached=True)
 NAME = "policy-replica-0"
 
@@ -188,9 +167,7 @@ def test_a_guest_places_nothing_in_the_place_of_an_actor_that_is_gone(fake: Fake
 
 
 @pytest.mark.parametrize("was_there", [True, False], ids=["restarted", "came-later"])
-def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_since(
-    fake: FakeCluster, was_there: bool
-) -> None:
+def test_who_ends_a_service_ends_the_actor_that_another_driver_put_there(fake: FakeCluster, was_there: bool) -> None:
     if was_there:
         fake.actors[NAME] = FakeActor(SERVICE, "old")
     link = ended_link(places=False)
@@ -202,7 +179,7 @@ def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_sin
     assert fake.killed == [new]
 
 
-def test_who_ends_a_service_leaves_alone_another_one_that_has_its_name_since(
+def test_who_ends_a_service_leaves_another_one_of_its_name_alone(
     fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_replica, "GONE_SECONDS", HOUR)  # it waits for its own actor's end, which has come
@@ -251,8 +228,6 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
 
 
 # -- in a cluster -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def nothing_left(ray_cluster: Any) -> Iterator[None]:
     """Each test leaves the cluster empty: no placement group, no name, all CPUs free."""
@@ -263,8 +238,12 @@ def nothing_left(ray_cluster: Any) -> Iterator[None]:
     until(lambda: ray.available_resources().get("CPU") == 4.0)
 
 
+START = 120.0
+Make = Callable[..., RayReplica]
+
+
 @pytest.fixture
-def in_cluster(nothing_left: None) -> Iterator[Any]:
+def in_cluster(nothing_left: None) -> Iterator[Make]:
     """Makes replicas, and shuts them down."""
     made: list[RayReplica] = []
 
@@ -286,24 +265,19 @@ def answer(replica: RayReplica) -> list[int]:
 
 
 # -- placing ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ray
-def test_two_replicas_that_each_fill_a_node_lie_on_two_and_are_known_by_name(in_cluster: Any) -> None:
+def test_two_replicas_that_each_fill_a_node_lie_on_two_and_are_known_by_name(in_cluster: Make) -> None:
     service = ray_service(name="pair", cpus=2.0)
     replicas = [in_cluster(service, index, ready=False) for index in (1, 0)]
     assert [replica.wait_ready(START).model for replica in replicas] == ["toy", "toy"]
     assert running_services(NAMESPACE) == {"pair": [0, 1]}
-    table = ray.util.placement_group_table().values()
-    mine = [row for row in table if row["state"] != "REMOVED"]
+    mine = [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
     assert [row["strategy"] for row in mine] == ["PACK", "PACK"]
-    nodes = {node for row in mine for node in row["bundles_to_node_id"].values()}
-    assert len(nodes) == 2
+    assert len({node for row in mine for node in row["bundles_to_node_id"].values()}) == 2
     assert ray.available_resources().get("CPU", 0.0) == 0.0
     for replica in replicas:
-        engine = psutil.Process(pids(replica)[1])
-        assert engine.environ()["OMP_NUM_THREADS"] == "2"
-        assert engine.ppid() == pids(replica)[0]
+        actor, engine = pids(replica)[0], psutil.Process(pids(replica)[1])
+        assert (engine.environ()["OMP_NUM_THREADS"], engine.ppid()) == ("2", actor)
         assert answer(replica) == [2, 3]
 
 
@@ -311,8 +285,7 @@ KILLED_WHILE_PLACING = """
 import os, sys, threading
 import ray
 from support.actors import ray_service, toy_actors
-from torchrl_moe.modules.backends.ray.ray_replica import ActorLink
-from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+from torchrl_moe.modules.backends.ray.ray_replica import ActorLink, RayReplica
 address, *names = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
 have_groups = threading.Barrier(len(names), action=lambda: os.kill(os.getpid(), 9))
@@ -324,12 +297,29 @@ with toy_actors():
     threading.Event().wait(600)
 """
 
+DRIVER = """
+import sys, time
+import ray
+from support.actors import pids, ray_service, toy_actors
+from support.processes import ids_request
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+address, how = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="error")
+with toy_actors():
+    waits = how == "waits"
+    replica = RayReplica(0, ray_service(name=how, detached=waits, cpus=64.0 if waits else 1.0))
+    replica.start()
+    replica.wait_ready(600)
+replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
+print(*pids(replica), flush=True)
+time.sleep(600)
+"""
 
-def die_while_placing(address: str, *names: str) -> None:
-    """A driver that is killed between the group and the actor of the first replica of each service."""
+
+def driver(ray_cluster: Any, program: str, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-c", KILLED_WHILE_PLACING, address, *names]
-    assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", program, ray_cluster.address, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def placed() -> list[Any]:
@@ -343,7 +333,9 @@ def test_a_group_of_a_killed_driver_is_found_by_its_name_and_removed_by_any_othe
     monkeypatch.setattr(cluster, "MAKING_SECONDS", 0.2)  # nobody is about to make an actor
     service = ray_service(name="torn/c", detached=True)
     lives = in_cluster(service, 1)
-    die_while_placing(ray_cluster.address, "torn/a", "torn/b", "torn/c")
+    # a driver that is killed between the group and the actor of the first replica of each service
+    with driver(ray_cluster, KILLED_WHILE_PLACING, "torn/a", "torn/b", "torn/c") as process:
+        assert process.wait(120) == -signal.SIGKILL
     torn = [(NAMESPACE, f"torn/{name}", 0) for name in "abc"]
     assert placed() == [*torn, (NAMESPACE, "torn/c", 1)]
     with pytest.raises(EngineError, match="no service 'torn/a' is running"):
@@ -362,15 +354,22 @@ def test_a_group_of_a_killed_driver_is_found_by_its_name_and_removed_by_any_othe
 
 
 @pytest.mark.ray
-def test_a_driver_that_is_killed_while_its_replica_waits_for_a_place_leaves_what_can_be_ended_by_name(
-    nothing_left: None, driver: Any
+def test_a_driver_that_is_killed_leaves_no_replica_but_one_that_waits_for_a_place_which_can_be_ended_by_name(
+    nothing_left: None, ray_cluster: Any
 ) -> None:
-    with driver("waits") as process:
+    with driver(ray_cluster, DRIVER, "waits") as process:
         until(lambda: running_services(NAMESPACE) == {"waits": [0]}, START)
         process.kill()
-        process.wait(60)
-    assert [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "waits", 0)]
+    assert placed() == [(NAMESPACE, "waits", 0)]
     end_service("waits", None)
+    with driver(ray_cluster, DRIVER, "killed") as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline().split()
+        assert line, process.stderr.read()
+        process.kill()
+    actor, engine = map(int, line)
+    until(lambda: not group(engine))
+    until(lambda: is_gone(actor))  # Ray may take half a minute
 
 
 @pytest.mark.ray
@@ -384,14 +383,12 @@ def test_a_name_of_another_service_is_refused_and_that_is_left_alone(in_cluster:
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ray
-def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Any) -> None:
+def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Make) -> None:
     replica = in_cluster(ray_service(name="killed", sleeper=True))
     actor, engine = pids(replica)
     assert len(group(engine)) == 2
-    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
+    future = long_request(replica)
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(ReplicaDiedError, match="replica 0 was lost: The actor is dead because its worker process"):
         future.result(60.0)
@@ -417,89 +414,13 @@ def test_a_process_that_left_ray_is_not_brought_back_by_a_replica_that_it_had(ra
         ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="error")
 
 
-@pytest.mark.ray
-def test_an_actor_that_outlives_its_drivers_is_restarted_by_ray_and_found_again(in_cluster: Any) -> None:
-    service = ray_service(name="lasting", detached=True)
-    first = in_cluster(service)
-    before = pids(first)
-    first.disconnect()
-    assert not first.is_alive()
-    last = in_cluster(service)
-    assert pids(last) == before
-    for victim in (0,):  # the actor
-        os.kill(before[victim], signal.SIGKILL)
-        until(lambda replica=last: not replica.is_alive())
-        until(lambda actor=before[0]: is_gone(actor))  # until then it tells who comes that it was ready, and died
-        last = in_cluster(service)  # waits for it
-        assert answer(last) == [2, 3]
-        assert set(pids(last)).isdisjoint(before)
-        before = pids(last)
-    assert len(groups_in_use()) == 1  # in its place
-    last.shutdown()
-    until(lambda: not group(before[1]))
-    with pytest.raises(ValueError, match="lasting-replica-0"):
-        ray.get_actor("lasting-replica-0", NAMESPACE)
-
-
-# -- the end of the driver --------------------------------------------------------------------------------------------
-
-DRIVER = """
-import os, sys, time
-import ray
-from support.actors import pids, ray_service, toy_actors
-from support.processes import ids_request
-from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-how, address = sys.argv[1:]
-ray.init(address=address, log_to_driver=False, logging_level="error")
-with toy_actors():
-    # Ray kills a child of an actor itself, at once, and no grandchild: those of vLLM end when their parent has
-    detached = how in ("detached", "waits")
-    cpus = 64.0 if how == "waits" else 1.0
-    replica = RayReplica(0, ray_service(name=how, detached=detached, cpus=cpus, sleeper=how != "killed"))
-    replica.start()
-    replica.wait_ready(600 if how == "waits" else 240)
-replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
-print(*pids(replica), replica.call(Engine.stats, 10).running, flush=True)
-if how == "killed":
-    time.sleep(600)
-"""
-
-
-@pytest.fixture
-def driver(ray_cluster: Any) -> Any:
-    def start(how: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-        arguments = [sys.executable, "-c", DRIVER, how, ray_cluster.address]
-        return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    return start
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize("how", ["killed"])
-def test_a_driver_that_ends_takes_its_replicas_with_it(nothing_left: None, driver: Any, how: str) -> None:
-    with driver(how) as process:
-        line = process.stdout.readline().split()
-        assert line, process.stderr.read()
-        actor, engine = map(int, line[:2])
-        if how == "killed":
-            process.kill()
-        process.wait(60)
-        assert process.returncode == (-signal.SIGKILL if how == "killed" else 0)
-    until(lambda: not group(engine))
-    until(lambda: is_gone(actor))  # Ray may take half a minute
-
-
 def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeCluster(monkeypatch)
-    replica = RayReplica(2, ray_service(name="s", detached=True))
+    fake, replica = FakeCluster(monkeypatch), RayReplica(2, ray_service(name="s", detached=True))
     replica.join()
-    with pytest.raises(
-        ReplicaDiedError, match="replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
-    ):
+    said = "replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
+    with pytest.raises(ReplicaDiedError, match=said):
         replica.wait_ready(20)
-    assert cluster.asked == 0
+    assert fake.asked == 0
 
 
 def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:

@@ -32,7 +32,6 @@ from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray import replica_host as replica_host
 from torchrl_moe.modules.backends.ray.actor import actor_environment
 from torchrl_moe.modules.backends.ray.cluster import (
-    RayService,
     forwarded_environment,
     parse_actor_name,
     parse_group_name,
@@ -49,22 +48,13 @@ from torchrl_moe.modules.backends.ray.replica_host import (
     dial,
 )
 
-SOME = RayService(
-    name="my-replica-1",
-    detached=True,
-    num_replicas=12,
-    kind="support.toy_kind",
-    arguments={"model": "m"},
-    resources={"CPU": 1},
-)
 
-
-@pytest.mark.parametrize("name", ["policy", "a/b", "a replica-1", "größe"])
+@pytest.mark.parametrize("name", ["policy", "a/b", "a replica-1", "größe", "my-replica-1"])
 def test_a_name_is_read_as_it_was_written(name: str) -> None:
-    service = dataclasses.replace(SOME, name=name, namespace="of/ours")
+    service = dataclasses.replace(ray_service(name=name), namespace="of/ours")
+    assert service.actor_name(11) == f"{name}-replica-11"
     assert parse_actor_name(service.actor_name(11)) == (name, 11)
     assert parse_group_name(service.group_name(11, "0123abcd")) == ("of/ours", name, 11)
-    assert SOME.actor_name(11) == "my-replica-1-replica-11"
 
 
 def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_or_is_secret_stays(
@@ -85,70 +75,50 @@ def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_or_is_secret_st
 def test_on_cpus_there_is_a_thread_for_each_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the process that started the node
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    environment = actor_environment(
-        ray_service(name="s", cpus=3.0), {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "there"}
-    )
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    environment = actor_environment(ray_service(name="s", cpus=3.0), {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    expected = {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    assert expected.items() <= environment.items()
     assert actor_environment(ray_service(name="s", cpus=0.5), {})["OMP_NUM_THREADS"] == "1"
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------
-
-
-class Played:
-    """Notes how Ray is initialised; ``address="auto"`` finds a cluster or not."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, running: bool = False, found: bool = False) -> None:
-        self.inits: list[dict[str, Any]] = []
-        self.found = found
-        monkeypatch.setattr(ray, "is_initialized", lambda: running)
-        monkeypatch.setattr(ray, "init", self.init)
-        monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("Ray was shut down"))
-
-    def init(self, **how: Any) -> None:
-        self.inits.append(how)
-        if how["address"] == "auto" and not self.found:
-            raise ConnectionError("Could not find any running Ray instance")
-
-
 def test_a_ray_that_runs_is_used_a_cluster_that_is_found_joined_and_one_started_only_if_it_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for running, inits in ((True, []), (False, [{"address": "auto"}])):
-        played = Played(monkeypatch, running=running, found=True)
+    found, inits = True, []
+
+    def init(**how: Any) -> None:
+        inits.append(how["address"])
+        if how["address"] == "auto" and not found:
+            raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("Ray was shut down"))
+    for running, addresses in ((True, []), (False, ["auto"])):
+        monkeypatch.setattr(ray, "is_initialized", lambda running=running: running)
         assert cluster.join_cluster() is False
-        assert played.inits == inits
-    played = Played(monkeypatch)
+        assert inits == addresses
+    found = False
     with pytest.raises(EngineError, match=r"no Ray cluster was found: .* Set RAY_ADDRESS"):
         cluster.join_cluster(start=False)
-    assert [init["address"] for init in played.inits] == ["auto"]
     assert cluster.join_cluster() is True
-    assert [init["address"] for init in played.inits] == ["auto", "auto", "local"]
+    assert inits == ["auto", "auto", "auto", "local"]
 
 
 def test_a_shortage_tells_a_cluster_too_small_from_one_too_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [
-        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
-        {"Alive": True, "Resources": {"CPU": 4.0}},
-        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
-    ]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    sizes = [(True, {"CPU": 8.0, "GPU": 2.0}), (True, {"CPU": 4.0}), (False, {"CPU": 64.0, "GPU": 8.0})]
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": alive, "Resources": size} for alive, size in sizes])
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 5.0})
     full = cluster.shortage({"GPU": 2.0})
     assert "with {'GPU': 2.0} free" in full
     assert "2 node(s) have {'GPU': 2.0}; {'GPU': 0.0}; free in total: {'GPU': 0.0}. Others hold them" in full
-    assert "No node is large enough" in cluster.shortage({"GPU": 4.0})
-    assert "No node is large enough" in cluster.shortage({"GPU": 1.0, "CPU": 16.0})
+    for more in ({"GPU": 4.0}, {"GPU": 1.0, "CPU": 16.0}):
+        assert "No node is large enough" in cluster.shortage(more)
 
 
 ACTORS = [
-    {"name": "b-replica-1", "namespace": "ours"},
-    {"name": "b-replica-0", "namespace": "ours"},
-    {"name": "a-replica-0", "namespace": "ours"},
+    *({"name": name, "namespace": "ours"} for name in ("b-replica-1", "b-replica-0", "a-replica-0", "somebody")),
     {"name": "a-replica-1", "namespace": "theirs"},
-    {"name": "somebody", "namespace": "ours"},
 ]
 
 
@@ -195,8 +165,6 @@ def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors:
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------
-
-
 def group_row(name: str, number: int, state: str = "CREATED") -> dict[str, str]:
     return {"name": name, "state": state, "placement_group_id": f"{number:02x}" * 18}
 
@@ -221,7 +189,7 @@ def removed(rows: list[dict[str, str]]) -> list[int]:
     return [int(row["placement_group_id"][:2], 16) for row in rows if row["state"] == "REMOVED"]
 
 
-def test_groups_in_which_no_actor_lies_are_removed_and_no_others(
+def test_groups_without_an_actor_are_removed_and_no_others(
     actors: dict[str, Any], groups: list[dict[str, str]]
 ) -> None:
     groups += [
@@ -233,11 +201,12 @@ def test_groups_in_which_no_actor_lies_are_removed_and_no_others(
         group_row("ours/c/0/aaaaaaaa", 6),
         group_row("b-replica-7-aaaaaaaa", 7),  # nobody of ours names them so
         group_row("ours/b/8/aaaaaaaa", 8, state="PENDING"),
+        *(group_row(f"ours/a/0/{n}", n) for n in (9, 10)),  # two of an actor that does not answer
     ]
     actors["b-replica-1"] = ray_service(name="b"), groups[2]["placement_group_id"]
-    assert cluster.remove_leftovers("b", "ours") == 3
+    actors["a-replica-0"] = GetTimeoutError("late")
+    assert [cluster.remove_leftovers(name, "ours") for name in "bba"] == [3, 0, 0]
     assert removed(groups) == [2, 4, 8]
-    assert cluster.remove_leftovers("b", "ours") == 0
 
 
 def test_who_ends_a_service_asks_those_that_run_and_kills_those_that_wait_for_a_place_at_once(
@@ -267,31 +236,20 @@ def test_who_ends_a_service_asks_those_that_run_and_kills_those_that_wait_for_a_
     assert removed(groups) == [1, 2, 3]
 
 
-def test_of_two_groups_of_an_actor_that_does_not_answer_none_is_removed(
-    actors: dict[str, Any], groups: list[dict[str, str]]
-) -> None:
-    groups += [group_row("ours/b/0/aaaaaaaa", 1), group_row("ours/b/0/bbbbbbbb", 2)]
-    actors["b-replica-0"] = GetTimeoutError("late")
-    assert cluster.remove_leftovers("b", "ours") == 0
-
-
 def test_a_group_whose_actor_comes_meanwhile_stays(
     actors: dict[str, Any], groups: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups.append(group_row("ours/b/2/aaaaaaaa", 1))
-    late = {"name": "b-replica-2", "namespace": "ours"}
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: monkeypatch.setitem(ACTORS_BY_NAME, "late", late))
-    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: [*ACTORS, *ACTORS_BY_NAME.values()])
+    there = [*ACTORS]
+    monkeypatch.setattr(
+        cluster.time, "sleep", lambda seconds: there.append({"name": "b-replica-2", "namespace": "ours"})
+    )
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: there)
     assert cluster.remove_leftovers("b", "ours") == 0
     assert removed(groups) == []
 
 
-ACTORS_BY_NAME: dict[str, Any] = {}
-
-
 # -- a sealed connection -----------------------------------------------------------------------------------------------
-
-
 KEY = b"k" * 32
 HEADER_BYTES = COUNT.size + LENGTH.size  # of a message of one frame
 
@@ -300,43 +258,34 @@ class Between:
     """A socket between two sockets: what the first side says lies here until the test passes it on."""
 
     def __init__(self) -> None:
-        self.actor_end, self._to_actor = socket.socketpair(socket.AF_UNIX)
-        self.driver_end, self._to_driver = socket.socketpair(socket.AF_UNIX)
+        self.actor_end, self.to_actor = socket.socketpair(socket.AF_UNIX)
+        self.driver_end, self.to_driver = socket.socketpair(socket.AF_UNIX)
 
     def connect(self) -> tuple[SealedStream, SealedStream]:
         """Return the actor's end and the driver's; the handshake is passed on as it is."""
-        hello = NONCE_BYTES + HEADER_BYTES + TAG_BYTES
+        rest = HEADER_BYTES + TAG_BYTES
         with ThreadPoolExecutor(2) as pool:
             actor = pool.submit(SealedStream, self.actor_end, KEY, True)
             driver = pool.submit(SealedStream, self.driver_end, KEY, False)
             # each says its nonce at once, and the rest when it has the other's
-            nonces = self._from_actor(NONCE_BYTES), self._from_driver(NONCE_BYTES)
-            self._to_driver.sendall(nonces[0])
-            self._to_actor.sendall(nonces[1])
-            rest = hello - NONCE_BYTES
-            self._to_driver.sendall(self._from_actor(rest + len(b"actor")))
-            self._to_actor.sendall(self._from_driver(rest + len(b"driver")))
+            nonces = heard(self.to_actor, NONCE_BYTES), heard(self.to_driver, NONCE_BYTES)
+            self.to_driver.sendall(nonces[0])
+            self.to_actor.sendall(nonces[1])
+            self.to_driver.sendall(heard(self.to_actor, rest + len(b"actor")))
+            self.to_actor.sendall(heard(self.to_driver, rest + len(b"driver")))
             return actor.result(20), driver.result(20)
-
-    def _from_actor(self, count: int) -> bytes:
-        return self._to_actor.recv(count, socket.MSG_WAITALL)
-
-    def _from_driver(self, count: int) -> bytes:
-        return self._to_driver.recv(count, socket.MSG_WAITALL)
 
     def said(self, length: int) -> bytes:
         """Return the message, of one frame of so many bytes, that the driver said."""
-        return self._from_driver(HEADER_BYTES + length + TAG_BYTES)
-
-    def tell_actor(self, data: bytes) -> None:
-        self._to_actor.sendall(data)
-
-    def tell_driver(self, data: bytes) -> None:
-        self._to_driver.sendall(data)
+        return heard(self.to_driver, HEADER_BYTES + length + TAG_BYTES)
 
     def close(self) -> None:
-        for end in (self.actor_end, self.driver_end, self._to_actor, self._to_driver):
+        for end in (self.actor_end, self.driver_end, self.to_actor, self.to_driver):
             end.close()
+
+
+def heard(end: socket.socket, count: int) -> bytes:
+    return end.recv(count, socket.MSG_WAITALL)
 
 
 @pytest.fixture
@@ -376,7 +325,7 @@ def test_a_bit_that_was_changed_ends_the_connection_with_a_line_in_the_log(
     driver.send([b"hello"])
     frame = bytearray(between.said(5))
     frame[place] ^= 1
-    between.tell_actor(bytes(frame) + bytes(100))
+    between.to_actor.sendall(bytes(frame) + bytes(100))
     with pytest.raises(TamperedError):
         actor.receive()
     assert "is given up: a message " in caplog.text
@@ -384,34 +333,30 @@ def test_a_bit_that_was_changed_ends_the_connection_with_a_line_in_the_log(
 
 @pytest.mark.parametrize("way", ["twice", "before its turn", "back to its sender", "in another connection"])
 def test_a_frame_passes_once_in_its_place_direction_and_connection(between: Between, way: str) -> None:
-    actor, driver = reader, _ = between.connect()
+    actor, driver = between.connect()
     driver.send([b"first"])
     driver.send([b"other"])
     first, other = between.said(5), between.said(5)
     with contextlib.closing(Between()) as another:
+        reader, end, frame = actor, between.to_actor, first
         if way == "twice":
-            between.tell_actor(first + first)
+            end.sendall(first)
             assert list(map(bytes, actor.receive())) == [b"first"]
         elif way == "before its turn":  # so none can be left out
-            between.tell_actor(other)
+            frame = other
         elif way == "back to its sender":
-            between.tell_driver(first)
-            reader = driver
+            reader, end = driver, between.to_driver
         else:  # of the same key
-            reader, _ = another.connect()
-            another.tell_actor(first)
+            reader, end = another.connect()[0], another.to_actor
+        end.sendall(frame)
         with pytest.raises(TamperedError):
             reader.receive()
 
 
-def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
-    between: Between, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_length_beyond_the_bound_is_refused_at_once(between: Between, caplog: pytest.LogCaptureFixture) -> None:
     actor, _ = between.connect()
-    between.tell_actor(COUNT.pack(1) + LENGTH.pack(1 << 62))
-    with pytest.raises(
-        TamperedError, match="a message of 4611686018427387904 bytes was announced; at most 4294967296 are"
-    ):
+    between.to_actor.sendall(COUNT.pack(1) + LENGTH.pack(1 << 62))
+    with pytest.raises(TamperedError, match=f"a message of {1 << 62} bytes was announced; at most 4294967296 are"):
         actor.receive()
     assert "was announced" in caplog.text
 
@@ -423,8 +368,6 @@ def test_who_has_another_key_is_found_out_by_both_sides() -> None:
 
 
 # -- the listener ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     """Says back what it hears."""
@@ -439,15 +382,10 @@ def listener() -> Iterator[Listener]:
 
 
 def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener: Listener) -> None:
-    def threads() -> int:
-        return sum(thread.name == "driver" for thread in threading.enumerate())
-
+    place = (listener.address.host, listener.address.port)
     with contextlib.ExitStack() as stack:
-        silent = [
-            stack.enter_context(socket.create_connection((listener.address.host, listener.address.port)))
-            for _ in range(300)
-        ]
-        until(lambda: threads() <= replica_host.MOST_PENDING)
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(300)]
+        until(lambda: sum(one.name == "driver" for one in threading.enumerate()) <= replica_host.MOST_PENDING)
         assert silent[0].recv(1 << 16) is not None  # the actor's greeting; then the end, not 20 s of waiting
         until(lambda: silent[0].recv(1 << 16) == b"")
         with contextlib.closing(dial(listener.address)) as right:
@@ -475,23 +413,12 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
 
 
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
-
-
 def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
     late = LateStream()
-    caught: list[type[BaseException]] = []
-
-    def read() -> None:
-        try:
-            late.receive()
-        except EOFError as error:
-            caught.append(type(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    late.give_up()
-    reader.join(60.0)
-    assert caught == [EOFError]
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(late.receive)
+        late.give_up()
+        assert isinstance(reading.exception(60.0), EOFError)
     with pytest.raises(OSError, match="was never made"):
         late.send([b"x"])
     ours, other = (end.result(20) for end in sealed())
@@ -501,13 +428,10 @@ def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
 
 
 # -- one engine and its drivers ----------------------------------------------------------------------------------------
-
-
 class Driver:
     """Says and hears messages, one by one."""
 
     def __init__(self, host: ReplicaHost, name: str, **secrets: str) -> None:
-        self.stats: list[Any] = []
         self.stream = dial(host.address())
         self.stream.send(link.message("hello", secrets, name))
 
@@ -520,17 +444,35 @@ class Driver:
     def hear(self) -> tuple[str, Any]:
         """The next message that is not of stats, which come by the clock."""
         while (message := link.read(self.stream))[0] == "stats":
-            self.stats.append(message[2])
+            pass
         return message[0], message[2]
 
     def hear_all(self) -> list[tuple[str, Any]]:
         """All messages to the end."""
         heard = []
-        try:
+        with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 heard.append(self.hear())
-        except (EOFError, ConnectionResetError):
-            return heard
+        return heard
+
+    def answered(self) -> dict[str, list[int]]:
+        kind, completions = self.hear()
+        assert kind == "completions"
+        return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
+
+    def requests(self) -> int:
+        """How many requests the engine has answered."""
+        self.say("call", (0, Engine.stats.__name__, (), {}))
+        kind, (_, *value) = self.hear()
+        assert kind == "result"
+        return link.untagged(*value).requests
+
+
+def served(host: ReplicaHost, *names: str) -> list[Driver]:
+    """Drivers whose engine is ready."""
+    drivers = [Driver(host, name) for name in names]
+    assert [driver.hear()[0] for driver in drivers] == ["ready"] * len(names)
+    return drivers
 
 
 @pytest.fixture
@@ -541,36 +483,21 @@ def host() -> Iterator[ToyHost]:
     assert group(host._child.process.pid) == []
 
 
-def completed(message: tuple[str, Any]) -> dict[str, list[int]]:
-    kind, completions = message
-    assert kind == "completions"
-    return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
-
-
-def stats(driver: Driver, number: int) -> Any:
-    driver.say("call", (number, Engine.stats.__name__, (), {}))
-    kind, (answered, *value) = driver.hear()
-    assert (kind, answered) == ("result", number)
-    return link.untagged(*value)
-
-
 def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: ToyHost) -> None:
     pid = host._child.process.pid
-    driver = Driver(host, "early")
-    assert driver.hear()[0] == "ready"
+    (driver,) = served(host, "early")
     assert not host.died.is_set()
     os.kill(pid, signal.SIGKILL)
-    expected = [("tail", "toy: started"), ("died", "its engine process ended with exit code -9")]
-    assert driver.hear_all() == expected
+    ends = [("tail", "toy: started"), ("died", "its engine process ended with exit code -9")]
+    assert driver.hear_all() == ends
     assert host.died.wait(60.0)
-    assert [message[0] for message in Driver(host, "late").hear_all()] == ["ready", "tail", "died"]
+    assert Driver(host, "late").hear_all()[1:] == ends  # the first says that it was ready
     assert group(pid) == []
 
 
 def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
     host = ToyHost(sleeper=True)
-    driver = Driver(host, "d")
-    assert driver.hear()[0] == "ready"
+    (driver,) = served(host, "d")
     driver.ask("open", seconds=3600)
     pid, folder = host._child.process.pid, Path(host._child.folder)
     assert len(group(pid)) == 2
@@ -585,8 +512,7 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
 
 def test_an_end_on_purpose_is_reported_as_such_and_is_no_death_of_the_engine() -> None:
     host = ToyHost()
-    driver = Driver(host, "d")
-    assert driver.hear()[0] == "ready"
+    (driver,) = served(host, "d")
     host.shut_down()
     assert [message[0] for message in driver.hear_all()] == ["ended", "tail", "died"]
     for thread in threading.enumerate():
@@ -596,25 +522,21 @@ def test_an_end_on_purpose_is_reported_as_such_and_is_no_death_of_the_engine() -
 
 
 def test_an_engine_that_needs_secrets_starts_with_those_of_the_first_driver() -> None:
-    host = ToyHost(awaits_secrets=True)
+    host, never = ToyHost(awaits_secrets=True), ToyHost(awaits_secrets=True)
     assert host.log_tail() == "(its engine waits for a driver)"
     assert host._child is None
-    first = Driver(host, "first", HF_TOKEN="hf_1")
-    assert first.hear()[0] == "ready"
-    second = Driver(host, "second", HF_TOKEN="hf_2")
-    assert second.hear()[0] == "ready"
-    assert psutil.Process(host._child.process.pid).environ()["HF_TOKEN"] == "hf_1"
-    host.end()
-    never = ToyHost(awaits_secrets=True)
-    never.end()
+    for name in ("first", "second"):
+        assert Driver(host, name, HF_TOKEN=f"hf_{name}").hear()[0] == "ready"
+    assert psutil.Process(host._child.process.pid).environ()["HF_TOKEN"] == "hf_first"
+    for one in (host, never):
+        one.end()
     assert never._child is None
 
 
 def test_a_driver_that_stops_reading_is_dropped_with_a_line_in_the_log_and_its_requests_are_aborted(
-    host: ToyHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: ToyHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reads, stuck = Driver(host, "reads"), Driver(host, "stuck")
-    assert [driver.hear()[0] for driver in (reads, stuck)] == ["ready", "ready"]
+    reads, stuck = served(host, "reads", "stuck")
     outbox = host._drivers["stuck"]
     outbox._limit, outbox._stuck_seconds = 1 << 20, 0
     stuck.ask("long", seconds=3600)
@@ -622,45 +544,38 @@ def test_a_driver_that_stops_reading_is_dropped_with_a_line_in_the_log_and_its_r
         stuck.ask(f"large {number}", range(1 << 20))
     until(lambda: "stuck" not in host._drivers)
     assert "driver stuck does not keep up" in caplog.text
-    until(lambda: stats(reads, 0).requests == 4)  # the long one was cut
+    until(lambda: reads.requests() == 4)  # the long one was cut
     reads.ask("mine", (3,))
-    assert completed(reads.hear()) == {"mine": [4]}
+    assert reads.answered() == {"mine": [4]}
 
 
 def test_a_driver_speaks_for_itself_only_and_ends_no_engine(host: ToyHost) -> None:
-    one, other = Driver(host, "one"), Driver(host, "other")
-    assert [driver.hear()[0] for driver in (one, other)] == ["ready", "ready"]
+    one, other = served(host, "one", "other")
     one.ask("same", (3,), seconds=3600)
     other.say("abort", ["same"], driver="one")  # whatever name it gives
     other.say("left", driver="one")
     other.say("shutdown")
     other.ask("same", (5,))
-    assert completed(other.hear()) == {"same": [6]}
+    assert other.answered() == {"same": [6]}
     other.say("call", (7, Engine.snapshot.__name__, (), {}))
     assert other.hear() == ("result", [7, "", []])  # of the caller's requests only
     one.say("abort", ["same"])
-    assert completed(one.hear()) == {"same": []}
-
-
-def test_a_driver_that_sends_what_cannot_be_read_loses_the_engine_alone(host: ToyHost) -> None:
-    one, other = Driver(host, "one"), Driver(host, "other")
-    assert [driver.hear()[0] for driver in (one, other)] == ["ready", "ready"]
+    assert one.answered() == {"same": []}
+    # one that sends what cannot be read loses the engine alone
     head, *_ = link.message("generate")
     one.stream.send([head, b"\xc1"])
     kind, text = one.hear()
     assert (kind, text[:44]) == ("died", "its engine cannot read what this driver send")
     other.ask("same", (5,))
-    assert completed(other.hear()) == {"same": [6]}
+    assert other.answered() == {"same": [6]}
     assert not host.died.is_set()
 
 
 def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
     host = ToyHost(error="no such model", print="SomeError: in the log")
-    early = Driver(host, "early")
-    expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
-    heard = early.hear_all()
-    assert (heard[0][0], heard[1]) == ("tail", expected[1])
-    assert "SomeError: in the log" in heard[0][1]
+    heard = Driver(host, "early").hear_all()
+    assert heard[0][0] == "tail" and "SomeError: in the log" in heard[0][1]
+    assert heard[1] == ("failed", "ValueError: no such model")
     assert Driver(host, "late").hear_all() == heard
     assert not host.died.is_set()  # one that never served would not do so the next time
     host.end()

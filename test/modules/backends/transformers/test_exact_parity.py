@@ -42,12 +42,8 @@ def started(shelf: EngineShelf) -> Iterator[Started]:
 
 
 def answers(engine: AsyncVLLM, **sampling: Any) -> TensorDictBase:
-    policy = vLLMWrapper(
-        engine,
-        input_mode="tokens",
-        num_samples=3,
-        generate_kwargs={"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True, **sampling},
-    )
+    kwargs = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True, **sampling}
+    policy = vLLMWrapper(engine, input_mode="tokens", num_samples=3, generate_kwargs=kwargs)
     tokenizer = engine.get_tokenizer()
     prompts = [TensorDict(tokens=Tokens(prompt=torch.tensor(tokenizer(text)["input_ids"]))) for text in PROMPTS]
     return lazy_stack([one for group in policy(lazy_stack(prompts)).unbind(0) for one in group.unbind(0)])
@@ -69,10 +65,19 @@ def gaps(actor: TransformersWrapper, batch: TensorDictBase) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-@pytest.mark.parametrize("replay", ["R3", "none"])
-def test_log_probs_are_equal_bit_by_bit(started: Started, shelf: EngineShelf, family: str, replay: Any) -> None:
-    batch = answers(started(family, parity="exact"))
+@pytest.mark.parametrize(
+    ("family", "replay", "sampling"),
+    [
+        ("mixtral", "R3", {}),
+        ("olmoe", "none", {}),
+        ("qwen3_moe", "none", {}),
+        *(("qwen3_moe", "R3", sampling) for sampling in ({}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.8})),
+    ],
+)
+def test_log_probs_are_equal_bit_by_bit(
+    started: Started, shelf: EngineShelf, family: str, replay: Any, sampling: dict[str, Any]
+) -> None:
+    batch = answers(started(family, parity="exact"), **sampling)
     actor = TransformersWrapper(model_of(shelf, family), replay=replay, pad_model_input=WIDTH)
     with torch.no_grad():
         found = gaps(actor, batch)
@@ -80,24 +85,6 @@ def test_log_probs_are_equal_bit_by_bit(started: Started, shelf: EngineShelf, fa
     assert float(found.max()) == 0.0
     # with gradients too: what a loss reads is the same
     assert float(gaps(actor, batch).detach().max()) == 0.0
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.8}])
-def test_at_other_temperatures_and_from_kept_tokens(started: Started, shelf: EngineShelf, sampling: Any) -> None:
-    batch = answers(started("qwen3_moe", parity="exact"), **sampling)
-    actor = TransformersWrapper(model_of(shelf, "qwen3_moe"), replay="R3", pad_model_input=WIDTH)
-    with torch.no_grad():
-        assert float(gaps(actor, batch).max()) == 0.0
-
-
-def test_otherwise_they_are_equal_to_rounding_only(started: Started, shelf: EngineShelf) -> None:
-    batch = answers(started("qwen3_moe"))
-    model = model_of(shelf, "qwen3_moe")
-    with torch.no_grad():
-        usual = gaps(TransformersWrapper(model, replay="R3"), batch)
-        fixed = gaps(TransformersWrapper(model, replay="R3", pad_model_input=WIDTH), batch)
-    assert 0 < float(usual.max()) < 1e-4
-    assert 0 < float(fixed.max()) < 1e-4
 
 
 def test_an_answers_log_probs_do_not_depend_on_the_others(started: Started, shelf: EngineShelf) -> None:
@@ -132,34 +119,25 @@ def test_scores_in_rows_of_fixed_width_are_the_usual_ones_to_rounding(shelf: Eng
         assert other["routing", "fallback"].shape == (3,)
 
 
-@pytest.mark.parametrize("width", [0, -3])
-def test_a_width_that_is_none_is_refused(shelf: EngineShelf, width: int) -> None:
-    with pytest.raises(ValueError, match=f"None or a number of tokens, got {width}"):
-        TransformersWrapper(model_of(shelf, "qwen3_moe"), pad_model_input=width)
-
-
-def test_a_sequence_that_is_longer_than_the_row_is_refused(shelf: EngineShelf) -> None:
-    actor = TransformersWrapper(model_of(shelf, "qwen3_moe"), replay="none", pad_model_input=3)
-    td = lazy_stack([TensorDict(tokens=Tokens(full=torch.arange(4)))])
+def test_a_width_that_is_none_and_a_sequence_that_is_longer_are_refused(shelf: EngineShelf) -> None:
+    model = model_of(shelf, "qwen3_moe")
+    for width in (0, -3):
+        with pytest.raises(ValueError, match=f"None or a number of tokens, got {width}"):
+            TransformersWrapper(model, pad_model_input=width)
+    actor = TransformersWrapper(model, replay="none", pad_model_input=3)
     with pytest.raises(ValueError, match="a sequence has 4 tokens, and pad_model_input=3"):
-        actor.score(td)
+        actor.score(lazy_stack([TensorDict(tokens=Tokens(full=torch.arange(4)))]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_an_engine_that_cannot_be_exact_is_refused(shelf: EngineShelf) -> None:
+    class Own:
+        """A model with code of its own for experts."""
+
+    for arguments, said in (
         ({"parity": "near", "max_model_len": 8}, "parity must be one of None, exact, got 'near'"),
         ({"parity": "exact"}, "parity='exact' reads each answer in a row of max_model_len tokens: pass max_model_len"),
-    ],
-)
-def test_an_engine_that_cannot_be_exact_is_refused(shelf: EngineShelf, arguments: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), engine="transformers", **arguments)
-
-
-def test_a_model_with_code_of_its_own_for_experts_is_refused() -> None:
-    class Own:
-        pass
-
+    ):
+        with pytest.raises(ValueError, match=said):
+            AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), engine="transformers", **arguments)
     with pytest.raises(ValueError, match="Own computes its experts in code of its own"):
         one_shape_of_experts(Own())

@@ -14,10 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torch import Tensor
-from torchrl.modules.llm.policies import Tokens
-from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
 from support.plain import TOLERANCE, Bench, check_output, loaded, serve
@@ -25,7 +22,7 @@ from support.processes import ids_request
 from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.errors import EngineError, ManifestMismatch, RequestRefusedError, WeightSyncError
-from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.replica import Completion, Scoring
 from torchrl_moe.modules.backends.transformers.answer import Answer
@@ -36,12 +33,9 @@ from torchrl_moe.store import WeightStoreWriter
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
+
 # -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
-    plain: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_abort_spares_the_next_request_of_that_id(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on, step = threading.Event(), threading.Event(), plain.decoder.step
 
     def slow_step(*arguments: Any) -> None:
@@ -70,8 +64,6 @@ def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
 
 
 # -- pauses -----------------------------------------------------------------------------------------------------------
-
-
 def test_requests_of_lower_priority_value_join_first_if_the_engine_goes_by_priority(plain: Loaded) -> None:
     arguments = replace(plain.arguments, max_num_seqs=1, scheduling_policy="priority")
 
@@ -85,9 +77,7 @@ def test_requests_of_lower_priority_value_join_first_if_the_engine_goes_by_prior
     assert serve(engine, script).order == ["first", "p3", "again", "p5", "p7"]
 
 
-def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(
-    plain: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_comes_between_each_answer_is_the_models(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of any lengths in a batch with too little room, some aborted, all paused now and then, and read again."""
     rng = random.Random(0)
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 150 * plain.decoder.token_bytes}
@@ -127,8 +117,6 @@ def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(
 
 
 # -- new weights -------------------------------------------------------------------------------------------------------
-
-
 IDS = list(range(70, 80))
 LONG = {"max_tokens": 24, "temperature": 0.0}
 
@@ -152,8 +140,6 @@ def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "config"),
     [("qwen3_moe", {}), ("deepseek_v3", {}), ("mixtral", {"tie_word_embeddings": True}), ("qwen3", {})],
@@ -161,59 +147,46 @@ def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 def test_a_model_gets_a_checkpoints_weights_and_stays_itself(family: str, config: dict[str, Any]) -> None:
     model, wanted = make_tiny_moe(family, **config), make_tiny_moe(family, seed=1, **config)
     source = {name: tensor.clone() for name, tensor in checkpoint_tensors(wanted).items()}
-    names, old = set(map(id, model.parameters())), state(model)
+    parameters, old = set(map(id, model.parameters())), state(model)
+    part = {name: tensor for name, tensor in source.items() if name != "model.norm.weight"}
+    with pytest.raises(WeightSyncError, match=r"cannot take these weights: missing_keys model\.norm\.weight"):
+        exchange(model, part, {})
+    assert same(state(model), old)
     before = exchange(model, source, {})
     assert same(state(model), state(wanted))
     assert same(before, old)
-    assert set(map(id, model.parameters())) == names
+    assert set(map(id, model.parameters())) == parameters
     for tensor in source.values():  # nothing of the model lies in what was given
         if tensor.is_floating_point():
             tensor.fill_(7)
     assert same(state(model), state(wanted))
-
-
-def test_weights_of_another_model_change_nothing() -> None:
-    model = make_tiny_moe("qwen3_moe")
-    before, source = state(model), others()
-    del source["model.norm.weight"]
-    with pytest.raises(WeightSyncError, match=r"cannot take these weights: missing_keys model\.norm\.weight"):
-        exchange(model, source, {})
-    assert same(state(model), before)
-    exchange(model, source, {"missing_keys": {"model.norm.weight"}})  # the checkpoint lacked it, too
+    exchange(model, part, {"missing_keys": {"model.norm.weight"}})  # the checkpoint lacked it, too
 
 
 # -- a version on its way ---------------------------------------------------------------------------------------------
-
-
 class Updates:
     """A store, and an engine's weights behind it."""
 
     def __init__(self, bench: Bench, engine: Loaded, folder: Path) -> None:
-        self.writer = WeightStoreWriter(folder)
-        self.folder = folder
+        self.writer = WeightStoreWriter(folder / "store")
         self.weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)
 
-    async def stage(self, version: int, tensors: Mapping[str, Tensor], **how: Any) -> Any:
+    async def open(self, transport: str = "memmap") -> None:
+        await self.weights.open(transport, {"folder": str(self.writer.folder)})
+
+    async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> Any:
         self.writer.publish(tensors.items(), version)
-        options = {"verify": "digest", "threads": 1, "manifest": None, **how}
-        return await self.weights.stage(version, **options)
+        return await self.weights.stage(version, "digest", 1, None)
 
-    async def bring(self, version: int, tensors: Mapping[str, Tensor], pause: Any = "keep", **how: Any) -> Any:
-        if self.weights._receiver is None:
-            await self.weights.open("memmap", {"folder": str(self.folder)})
+    async def bring(self, version: int, tensors: Mapping[str, Tensor], pause: Any = "keep", canary: Any = None) -> Any:
         await self.stage(version, tensors)
-        clear, canary = how.get("clear_cache", False), how.get("canary")
-        return await self.weights.swap(version, pause, clear, canary, 60.0)
+        return await self.weights.swap(version, pause, False, canary, 60.0)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, folder: Path) -> None:
+def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, folder)
+        updates = Updates(bench, engine, tmp_path)
+        await updates.open()
         bench.start("a", IDS, params=LONG)
         await bench.tokens("a", 1)
         await updates.bring(1, others(), "wait")
@@ -230,36 +203,39 @@ def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, folder: P
     assert bench.requests.version == 2
 
 
-def test_new_weights_must_answer_the_canary(engine: Loaded, folder: Path) -> None:
-    proof: dict[str, Any] = {"token_ids": IDS, "tolerance": 1e-4}
-
+def test_new_weights_must_answer_the_canary(engine: Loaded, tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, folder)
-        before, scores = state(engine.decoder.model), engine.decoder.score(IDS, Scoring())
-        bad = await updates.bring(1, others(), canary={**proof, "log_probs": scores[1:].tolist()})
-        assert bad.started is False
-        assert bad.error is not None
-        assert "differ from the trainer's by up to" in bad.error
-        assert same(state(engine.decoder.model), before)
-        assert bench.requests.version == 0
-        broken = others()
+        updates, model = Updates(bench, engine, tmp_path), engine.decoder.model
+        await updates.open()
+        before, broken = state(model), others()
         broken["model.norm.weight"].fill_(3e38)  # which overflows
-        unproved = await updates.bring(2, broken)
-        assert "a log-prob that is not a number" in unproved.error
-        assert same(state(engine.decoder.model), before)
-        exchange(engine.decoder.model, others(), {})
-        right = engine.decoder.score(IDS, Scoring())[1:].tolist()
-        assert (await updates.bring(3, others(), canary={**proof, "log_probs": right})).error is None
+
+        def canary() -> dict[str, Any]:
+            return {"token_ids": IDS, "tolerance": 1e-4, "log_probs": engine.decoder.score(IDS, Scoring())[1:].tolist()}
+
+        for version, weights, proof, words in (
+            (1, others(), canary(), "differ from the trainer's by up to"),
+            (2, broken, None, "a log-prob that is not a number"),
+        ):
+            report = await updates.bring(version, weights, canary=proof)
+            assert (report.started, words in report.error) == (False, True)
+            assert same(state(model), before)
+            assert bench.requests.version == 0
+        exchange(model, others(), {})
+        assert (await updates.bring(3, others(), canary=canary())).error is None
 
     assert serve(engine, script).requests.version == 3
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, folder: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, folder)
+        updates = Updates(bench, engine, tmp_path)
+        for transport, hint in (("adapter", "use lora='merged'"), ("mpi", "transport='memmap'")):
+            with pytest.raises(ValueError, match=f"takes no weights by '{transport}': .*{hint}"):
+                await updates.open(transport)
         with pytest.raises(WeightSyncError, match=r"call init_all_workers_group\(\) first"):
             await updates.stage(1, others())
-        await updates.weights.open("memmap", {"folder": str(folder)})
+        await updates.open()
         with pytest.raises(ManifestMismatch):
             await updates.stage(2, {name: tensor for name, tensor in others().items() if "norm" not in name})
         report = await updates.stage(3, others())
@@ -270,46 +246,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, 
     serve(engine, script)
 
 
-@pytest.mark.parametrize(("transport", "hint"), [("adapter", "use lora='merged'"), ("mpi", "transport='memmap'")])
-def test_other_transports_are_refused_by_name(engine: Loaded, transport: str, hint: str) -> None:
-    async def script(bench: Bench) -> None:
-        weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)
-        with pytest.raises(ValueError, match=f"takes no weights by '{transport}': .*{hint}"):
-            await weights.open(transport, {"folder": "here"})
-
-    serve(engine, script)
-
-
 # -- a service ---------------------------------------------------------------------------------------------------------
-
-
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
 
 
-@torch.no_grad()
-def test_rollouts_are_what_the_trainer_scores_with_their_experts(second_engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    sampling = {"top_p": 0.9, "top_k": 40, "temperature": 0.8}
-    kwargs = {"max_new_tokens": 12, "ignore_eos": True, **sampling}
-    policy = vLLMWrapper(second_engine, input_mode="tokens", generate_kwargs=kwargs)
-    rows = [torch.from_numpy(random_ids(seed, 5 + seed)) for seed in range(6)]
-    with set_list_to_stack(True):
-        td = policy(lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in rows]))
-        model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"), dtype=torch.float32)
-        scored = TransformersWrapper(model, replay="R3").score(td, entropy=False)[0]
-    for row, own in zip(td.unbind(0), scored, strict=True):
-        sampled, routes = row["log_probs", "full"], row["routed_experts", "full"]
-        known = sampled.isfinite()
-        assert known.sum() == 12
-        assert (sampled[known] - own[-len(sampled) :][known]).abs().max() <= TOLERANCE
-        assert routes.dtype == torch.int8
-        assert (routes[-1] == -1).all()
-        assert (routes[:, 0] == -1).all()
-        assert (routes[:-1, 1:] >= 0).all()
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["memmap", pytest.param("gloo", marks=pytest.mark.parity)])
 def versions(
     second_engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, request: pytest.FixtureRequest
@@ -340,9 +281,11 @@ def test_every_token_is_of_the_version_that_it_says(versions: Versions) -> None:
         versions.check(fresh, fresh.outputs[0])
 
 
-def test_a_trainer_sends_its_weights_and_a_killed_replica_gets_the_newest(
-    second_engine: AsyncVLLM, tmp_path: Path
-) -> None:
+def test_a_trainer_sends_its_weights_and_a_killed_replica_gets_the_newest(second_engine: AsyncVLLM) -> None:
+    def ask(**where: Any) -> Any:
+        (completion,) = second_engine.generate([[70, 71, 72]], GREEDY, use_tqdm=False, **where)
+        return completion.outputs[0]
+
     sender = VLLMWeightSyncScheme(mode="abort_resume", verify="canary").create_sender()
     try:
         for seed in (1, 0):  # the last are those that it had
@@ -351,31 +294,23 @@ def test_a_trainer_sends_its_weights_and_a_killed_replica_gets_the_newest(
             sender.init_all_workers_group(None, vllm_engine=second_engine)
             report = sender.update_weights()
             assert report.failed == {}
-            completion = second_engine.generate([70, 71, 72], GREEDY, use_tqdm=False)
-            (output,) = completion.outputs
+            output = ask()
             assert set(output.policy_versions.tolist()) == {report.version}
             with torch.no_grad():
                 ids = torch.tensor([[70, 71, 72, *output.token_ids.tolist()]])
                 assert model(ids).logits[0, 2:-1].argmax(-1).tolist() == output.token_ids.tolist()
-        restarts = second_engine.replica_table[1].restarts
-        os.kill(second_engine.replica_table[1].replica._child.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        entry = second_engine.replica_table[1]
+        restarts = entry.restarts
+        os.kill(entry.replica._child.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         many = second_engine.generate([[70, 71]] * 8, GREEDY, use_tqdm=False)  # none is lost
         assert len(many) == 8
-
-        def is_back() -> bool:
-            entry = second_engine.replica_table[1]
-            return entry.restarts > restarts and entry.state.name == "SERVING"
-
-        until(is_back, SECONDS)
-        late = second_engine.generate([70, 71], GREEDY, actor_index=1, use_tqdm=False)
-        assert set(late.outputs[0].policy_versions.tolist()) == {report.version}
+        until(lambda: entry.restarts > restarts and entry.state.name == "SERVING", SECONDS)
+        assert set(ask(actor_index=1).policy_versions.tolist()) == {report.version}
     finally:
         sender.shutdown()
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
-
-
 def test_what_it_does_not_serve_is_refused_by_name_and_it_continues(second_engine: AsyncVLLM) -> None:
     with pytest.raises(ValueError, match="sleep: engine='transformers' keeps its model"):
         second_engine.sleep()
@@ -395,16 +330,12 @@ def test_what_it_does_not_serve_is_refused_by_name_and_it_continues(second_engin
 
 
 # -- one process from the inside --------------------------------------------------------------------------------------
-
-
 class Inbox:
-    """The driver's messages, put by hand."""
+    """The driver's messages: it says nothing, and the process ends itself by one."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[link.Message] = asyncio.Queue()
-
-    def put(self, message: link.Message) -> None:
-        self.messages.put_nowait(message)
+        self.put = self.messages.put_nowait
 
 
 def test_a_probe_says_whether_a_step_ends_in_time(plain: Loaded) -> None:
@@ -456,10 +387,8 @@ def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
     scores = bench.sent["s"].prompt_logprobs
     assert scores is not None
     assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
-    load = bench.requests.load
+    load, metrics = bench.requests.load, bench.sent["a"].metrics
     assert (load.requests, load.completions, load.prompt_tokens, load.generated_tokens) == (3, 4, 6, 8 + 6)
-    metrics = bench.sent["a"].metrics
+    assert (load.running, load.waiting, len(bench.requests), load.tokens) == (0, 0, 0, 14)
     assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
     assert load.generation_seconds >= metrics.total_seconds
-    assert (load.running, load.waiting, len(bench.requests)) == (0, 0, 0)
-    assert load.tokens == 14

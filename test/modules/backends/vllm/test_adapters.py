@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.adapters import save_adapted
 from support.engines import ADAPTED
 from support.llm import FakeLLM
 from support.loops import in_loop
 from support.reference import TOLERANCE
+from support.routes import rows_at_random
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
@@ -110,222 +113,140 @@ def test_an_adapter_that_the_engine_would_leave_out_in_part_is_refused() -> None
 
 
 # -- what a real engine does with them --------------------------------------------------------------------------------
-
 GREEDY = {"max_tokens": 6, "logprobs": 0, "temperature": 0.0, "ignore_eos": True}
 IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
+ON_ENGINE = pytest.mark.engine("qwen3_moe", **ADAPTED)  # a sequence at a time
+Tuned = tuple[Any, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The model of the engine with an adapter on its attention, and the folder of the adapter alone."""
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """The model of the engine with an adapter on its attention, and the fields of a request for the adapter."""
     folder = tmp_path_factory.mktemp("adapter")
-    return save_adapted("qwen3_moe", folder), folder
+    return save_adapted("qwen3_moe", folder), {**ADAPTER, "lora_path": str(folder)}
 
 
-def check_against(model: Any, completion: Completion) -> None:
-    """Log-probs and routes are those of a forward pass over the answer."""
+def ask(engine: AsyncVLLM, adapter: Any = None, ids: Any = IDS, rows: Any = None, max_tokens: int = 6) -> Any:
+    params = {**GREEDY, "max_tokens": max_tokens}
+    more = {} if rows is None else {"routed_experts": [rows]}
+    return engine.generate([ids], params, use_tqdm=False, lora_request=adapter, **more)[0]
+
+
+def check(model: Any, completion: Completion, rows: Any = None) -> None:
+    """Log-probs and routes are those of a forward pass over the answer, which follows the rows where there are any."""
     (output,) = completion.outputs
-    full = torch.tensor([[*IDS, *output.token_ids.tolist()]])
-    replay = RouterReplay(model)
-    with torch.no_grad(), replay.record() as recording:
-        log_probs = model(full).logits.log_softmax(-1)[0, len(IDS) - 1 : -1]
-    replay.remove()
-    expected = log_probs.gather(-1, full[0, len(IDS) :, None])[:, 0].numpy()
-    np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
-    assert output.routed_experts is not None
-    routes = recording.routed_experts[0, :-1, 1:].sort(-1).values  # layer 0 is dense
-    assert np.array_equal(np.sort(output.routed_experts[:, 1:], -1), routes.numpy())
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-@pytest.mark.usefixtures("one_thread")
-def test_a_request_with_an_adapter_gets_the_adapted_model_and_one_without_does_not(
-    engine: AsyncVLLM, tuned: tuple[Any, Path]
-) -> None:
-    from vllm.lora.request import LoRARequest
-
-    model, folder = tuned
-    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
-    plain = engine.generate(IDS, GREEDY, use_tqdm=False)
-    by_mapping = engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)
-    by_object = engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=LoRARequest(**fields))
-    check_against(model, by_mapping)
-    check_against(model, by_object)
-    with model.disable_adapter():
-        check_against(model, plain)
-    assert by_mapping.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
-
-
-@pytest.mark.engine("qwen3_moe", **{**ADAPTED, "max_num_seqs": 4})
-@pytest.mark.usefixtures("one_thread")
-def test_requests_with_an_adapter_and_without_one_share_a_batch(engine: AsyncVLLM, tuned: tuple[Any, Path]) -> None:
-    model, folder = tuned
-    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
-    long = {**GREEDY, "max_tokens": 24}
-
-    async def ask() -> list[Completion]:
-        asked = [engine.agenerate(IDS, long, lora_request=adapter) for adapter in (None, fields, None)]
-        return await asyncio.gather(*asked)
-
-    engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)  # it is loaded: none waits for that
-    first, adapted, last = asyncio.run(ask())
-    check_against(model, adapted)
-    with model.disable_adapter():
-        check_against(model, first)
-        check_against(model, last)
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-@pytest.mark.usefixtures("one_thread")
-def test_the_adapted_model_follows_recorded_experts_and_so_does_the_one_without(
-    engine: AsyncVLLM, tuned: tuple[Any, Path]
-) -> None:
-    model, folder = tuned
-    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
-    rng = np.random.default_rng(3)
-    rows = np.full((len(IDS), 4, 4), -1, np.int8)
-    rows[:, 1:] = rng.permuted(np.tile(np.arange(16), (len(IDS), 3, 1)), axis=-1)[..., :4]
-    rows[2] = -1
-
-    def ask(adapter: Any) -> Completion:
-        done = engine.generate([IDS], GREEDY, routed_experts=[rows], use_tqdm=False, lora_request=adapter)
-        return done[0]  # type: ignore[no-any-return]
-
-    adapted, plain = ask(fields), ask(None)  # one after the other: of one sequence at a time, with a shared cache
-    check_following(model, adapted, rows)
-    with model.disable_adapter():
-        check_following(model, plain, rows)
-    assert adapted.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
-
-
-def check_following(model: Any, completion: Completion, rows: Any) -> None:
-    """Log-probs are those of the model that follows the rows, and routes by itself where there are none."""
-    (output,) = completion.outputs
-    assert output.routed_experts is not None
-    known = rows[:, 1, 0] >= 0
-    assert np.array_equal(output.routed_experts[: len(IDS)][known][:, 1:], rows[known][:, 1:])
     full = torch.tensor([[*IDS, *output.token_ids.tolist()]])
     routes = torch.full((1, full.shape[1], 4, 4), -1)
-    routes[0, : len(IDS)] = torch.from_numpy(rows)
+    if rows is not None:
+        routes[0, : len(IDS)] = torch.from_numpy(rows)
     replay = RouterReplay(model)
-    with torch.no_grad(), replay.replay(routes):
+    with torch.no_grad(), replay.record() if rows is None else replay.replay(routes) as recording:
         log_probs = model(full).logits.log_softmax(-1)[0, len(IDS) - 1 : -1]
     replay.remove()
     expected = log_probs.gather(-1, full[0, len(IDS) :, None])[:, 0].numpy()
     np.testing.assert_allclose(output.logprobs, expected, rtol=0, atol=TOLERANCE)
+    assert output.routed_experts is not None
+    if rows is None:
+        used = recording.routed_experts[0, :-1, 1:].sort(-1).values  # layer 0 is dense
+        assert np.array_equal(np.sort(output.routed_experts[:, 1:], -1), used.numpy())
+    else:
+        known = rows[:, 1, 0] >= 0
+        assert np.array_equal(output.routed_experts[: len(IDS)][known][:, 1:], rows[known][:, 1:])
 
 
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.engine("qwen3_moe", **{**ADAPTED, "max_num_seqs": 4})
 @pytest.mark.usefixtures("one_thread")
-def test_an_adapter_that_is_not_finite_is_refused_and_what_overflows_leaves_nothing_behind(
-    engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
-) -> None:
-    model, folder = tuned
-    for name, value in {"nan": float("nan"), "inf": float("inf"), "huge": 1e38}.items():
-        filled = edited(folder, tmp_path / name, lambda _, tensor, value=value: torch.full_like(tensor, value))
-        fields = {**filled, "lora_name": name}
+def test_requests_with_an_adapter_and_without_one_share_a_batch(engine: AsyncVLLM, tuned: Tuned) -> None:
+    model, fields = tuned
 
-        def ask(fields: Any = fields) -> Any:
-            return engine.generate([IDS], GREEDY, use_tqdm=False, lora_request=fields)[0].outputs[0].logprobs
+    async def at_once() -> list[Completion]:
+        long = {**GREEDY, "max_tokens": 24}
+        return await asyncio.gather(*(engine.agenerate(IDS, long, lora_request=one) for one in (None, fields, None)))
 
-        if name == "huge":
-            assert not np.isfinite(ask()).all()
-        else:
-            with pytest.raises(
-                ValueError, match=rf"adapter '{name}' of .* cannot be loaded: .*NaN or infinite in torch"
-            ):
-                ask()
+    ask(engine, fields)  # it is loaded: none waits for that
+    first, adapted, last = asyncio.run(at_once())
+    check(model, adapted)
     with model.disable_adapter():
-        for _ in range(3):
-            check_against(model, engine.generate([IDS], GREEDY, use_tqdm=False)[0])
-    good = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
-    check_against(model, engine.generate([IDS], GREEDY, use_tqdm=False, lora_request=good)[0])
+        check(model, first)
+        check(model, last)
+    assert adapted.outputs[0].token_ids.tolist() != first.outputs[0].token_ids.tolist()
 
 
-def edited(folder: Path, to: Path, edit: Any) -> dict[str, Any]:
+@ON_ENGINE
+@pytest.mark.usefixtures("one_thread")
+def test_the_adapted_model_follows_recorded_experts_as_does_the_other(engine: AsyncVLLM, tuned: Tuned) -> None:
+    model, fields = tuned
+    assert engine.routing_layout is not None
+    rows = rows_at_random(engine.routing_layout, len(IDS))
+    rows[2] = -1
+    adapted, plain = ask(engine, fields, rows=rows), ask(engine, rows=rows)  # with a shared cache
+    check(model, adapted, rows)
+    with model.disable_adapter():
+        check(model, plain, rows)
+    assert adapted.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
+
+
+def edited(fields: dict[str, Any], to: Path, edit: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
     """Return the fields of a copy of an adapter whose tensors are edited, all under one name."""
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(folder, to)
+    shutil.copytree(fields["lora_path"], to)
     tensors = load_file(to / "adapter_model.safetensors")
     done = {key: edit(key, tensor).contiguous() for key, tensor in tensors.items()}
     save_file({key: tensor for key, tensor in done.items() if len(tensor)}, to / "adapter_model.safetensors")
     return {"lora_name": "same", "lora_int_id": next(NUMBERS), "lora_path": str(to)}
 
 
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@ON_ENGINE
 @pytest.mark.usefixtures("one_thread")
-def test_adapters_of_one_name_share_no_cache_and_outlive_their_folders(
-    engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
+def test_an_adapter_that_is_not_finite_is_refused_and_what_overflows_leaves_nothing_behind(
+    engine: AsyncVLLM, tuned: Tuned, tmp_path: Path
 ) -> None:
-    model, folder = tuned
+    model, fields = tuned
+    for value in (float("nan"), float("inf")):
+        filled = edited(fields, tmp_path / str(value), lambda _, tensor, value=value: torch.full_like(tensor, value))
+        with pytest.raises(ValueError, match=r"adapter 'same' of .* cannot be loaded: .*NaN or infinite in torch"):
+            ask(engine, filled)
+    huge = edited(fields, tmp_path / "huge", lambda _, tensor: torch.full_like(tensor, 1e38))
+    assert not np.isfinite(ask(engine, huge).outputs[0].logprobs).all()
+    with model.disable_adapter():
+        for _ in range(3):
+            check(model, ask(engine))
+    check(model, ask(engine, fields))
+
+
+@ON_ENGINE
+@pytest.mark.usefixtures("one_thread")
+def test_adapters_of_a_name_share_no_cache_and_need_no_folder(engine: AsyncVLLM, tuned: Tuned, tmp_path: Path) -> None:
+    model, fields = tuned
     long = IDS * 30  # more than a block of the cache
-    first = edited(folder, tmp_path / "first", lambda _, tensor: tensor)
-    other = edited(folder, tmp_path / "other", lambda key, tensor: -tensor if "lora_B" in key else tensor)
+    first = edited(fields, tmp_path / "first", lambda _, tensor: tensor)
+    other = edited(fields, tmp_path / "other", lambda key, tensor: -tensor if "lora_B" in key else tensor)
     with torch.no_grad():
         expected = model(torch.tensor([long])).logits.log_softmax(-1)[0, :-1]
     expected = expected.gather(-1, torch.tensor(long)[1:, None])[:, 0].numpy()
-
-    def first_token(fields: Any) -> Any:
-        return engine.generate([long], {**GREEDY, "max_tokens": 1}, use_tqdm=False, lora_request=fields)[0].outputs[0]
-
     np.testing.assert_allclose(engine.score(long, lora_request=first)[1:], expected, atol=1e-4)
-    one, two = first_token(first), first_token(other)
+    one, two = (ask(engine, adapter, long, max_tokens=1).outputs[0] for adapter in (first, other))
     assert abs(float(one.logprobs[0] - two.logprobs[0])) > 1e-3 or one.token_ids[0] != two.token_ids[0]
-    alone = first_token({**other, "lora_int_id": 2**62, "lora_name": "alone"})
-    np.testing.assert_allclose(two.logprobs, alone.logprobs, atol=1e-4)
+    alone = {**other, "lora_int_id": 2**62, "lora_name": "alone"}
+    np.testing.assert_allclose(two.logprobs, ask(engine, alone, long, max_tokens=1).outputs[0].logprobs, atol=1e-4)
     shutil.rmtree(first["lora_path"])  # with room for one adapter, it has been evicted
-    assert abs(float(first_token(first).logprobs[0] - one.logprobs[0])) < 1e-4
+    np.testing.assert_allclose(one.logprobs, ask(engine, first, long, max_tokens=1).outputs[0].logprobs, atol=1e-4)
     assert engine.stats()[0]["restarts"] == 0
 
 
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_an_adapter_of_another_size_is_refused_and_never_used_in_part(
-    engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
-) -> None:
-    edits = {
+@ON_ENGINE
+def test_an_adapter_of_another_size_or_of_no_folder_is_refused(engine: AsyncVLLM, tuned: Tuned, tmp_path: Path) -> None:
+    edits: dict[str, Callable[[str, Tensor], Tensor]] = {
         "inputs": lambda key, tensor: tensor[:, :5] if "lora_A" in key else tensor,
         "outputs": lambda key, tensor: tensor[:5] if "lora_B" in key else tensor,
         "its configuration says rank 8": lambda key, tensor: tensor[:2] if "lora_A" in key else tensor,
         "has no lora_A": lambda key, tensor: tensor[:0] if "q_proj.lora_A" in key else tensor,
     }
-    for number, (words, edit) in enumerate(edits.items()):
-        fields = edited(tuned[1], tmp_path / str(number), edit)
+    bad = {words: edited(tuned[1], tmp_path / words, edit) for words, edit in edits.items()}
+    bad["missing"] = {"lora_name": "none", "lora_int_id": next(NUMBERS), "lora_path": str(tmp_path / "missing")}
+    for words, fields in bad.items():
         for _ in range(2):
             with pytest.raises(ValueError, match=f"cannot be loaded: .*{words}"):
-                engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_an_adapter_that_is_not_there_is_refused_and_the_engine_continues(engine: AsyncVLLM, tmp_path: Path) -> None:
-    missing = {"lora_name": "none", "lora_int_id": 2, "lora_path": str(tmp_path / "missing")}
-    with pytest.raises(ValueError, match="missing"):
-        engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=missing, timeout_seconds=60)
-    assert engine.generate(IDS, GREEDY, use_tqdm=False).outputs[0].finish_reason == "length"
-
-
-@pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) -> None:
-    async def attempt() -> list[str]:
-        finished: list[str] = []
-
-        async def ask(name: str, priority: int, max_tokens: int) -> None:
-            params = {"max_tokens": max_tokens, "ignore_eos": True}
-            await engine.agenerate(IDS, params, priority=priority)
-            finished.append(name)
-
-        blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
-        while not engine.stats()[0]["running"] and not blocker.done():
-            await asyncio.sleep(0.01)
-        waiting = [asyncio.create_task(ask(f"priority {priority}", priority, 2)) for priority in (7, 3, 5)]
-        while engine.stats()[0]["waiting"] < 3 and not blocker.done():
-            await asyncio.sleep(0.01)
-        in_time = not blocker.done()
-        await asyncio.gather(blocker, *waiting)
-        return finished if in_time else []
-
-    for _ in range(8):  # on a busy machine the blocker may be done before the others have arrived
-        if finished := asyncio.run(attempt()):
-            assert finished == ["running", "priority 3", "priority 5", "priority 7"]
-            return
-    pytest.fail("the blocker was always done before the others had arrived")
+                ask(engine, fields)
+    assert ask(engine).outputs[0].finish_reason == "length"

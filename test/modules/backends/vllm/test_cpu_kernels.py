@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM has its 
 
 S, V, L = 9, 70, 40
 INF = math.inf
-SEEDS = range(4)
 CPU = torch.device("cpu")
 
 
@@ -58,20 +57,24 @@ def cumulated(lengths: Any) -> torch.Tensor:
 class Step:
     """A random step: N requests, some in their prompt, whose tokens end inside it or go on; N may be 0."""
 
-    def __init__(self, seed: int, least_tokens: int = 1) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, (rng := np.random.default_rng(seed))
         self.n = n = 0 if seed == 0 else int(rng.integers(1, 6))
         index = torch.int64 if seed % 2 else torch.int32
         self.slots = torch.from_numpy(rng.permutation(S)[:n]).to(index)
-        self.lens = rng.integers(least_tokens, 6, size=n)
+        self.lens = rng.integers(1, 6, size=n)
         self.starts = cumulated(self.lens)
         self.total = int(self.starts[-1])
         self.computed = ints(rng, 0, 15, S)
         self.prefill = ints(rng, 1, 25, S)
         self.tokens = ints(rng, 0, V, (S, L))
         self.seq_lens = torch.zeros(S, dtype=torch.int32)
-        for i, slot in enumerate(self.slots.tolist()):
+        for i, slot in self.requests():
             self.seq_lens[i] = int(self.computed[slot]) + int(self.lens[i])
+
+    def requests(self) -> list[tuple[int, int]]:
+        """The number and the slot of each request."""
+        return list(enumerate(self.slots.tolist()))
 
     def logits(self, rows: int, vocabulary: int = V) -> torch.Tensor:
         return torch.from_numpy(self.rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3)
@@ -84,49 +87,53 @@ class Step:
         return range(int(self.starts[i]), int(self.starts[i + 1]))
 
 
-@pytest.fixture(params=SEEDS)
+@pytest.fixture(params=range(4))
 def step(request: pytest.FixtureRequest) -> Step:
     return Step(request.param)
 
 
+@pytest.fixture(params=range(1, 5))
+def full_step(request: pytest.FixtureRequest) -> Step:
+    """Where vLLM asks for nothing in an empty step."""
+    return Step(request.param)
+
+
+def blank(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.full(size, -7, dtype=dtype)
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_prompt_tokens_are_copied_with_those_ahead(v2: SimpleNamespace, step: Step, lookahead: int) -> None:
-    ids, ahead = torch.full((40,), -7, dtype=torch.int32), torch.full((lookahead, S), -7, dtype=torch.int32)
-    expected_ids, expected_ahead = ids.tolist(), ahead.tolist()
-    for i, slot in enumerate(step.slots.tolist()):
+def test_prompt_tokens_those_ahead_positions_and_places(v2: SimpleNamespace, step: Step, lookahead: int) -> None:
+    ids, ahead, pos, lens = blank(40), blank(lookahead, S), blank(40, dtype=torch.int64), blank(S)
+    expected_ids, expected_ahead, expected_pos = ids.tolist(), ahead.tolist(), pos.tolist()
+    for i, slot in step.requests():
         first, prefill = int(step.computed[slot]), int(step.prefill[slot])
-        if first < prefill:
-            for k, place in enumerate(step.span(i)):
-                expected_ids[place] = int(step.tokens[slot, first + k])
-            for k in range(lookahead):
-                at = first + int(step.lens[i]) + k
-                expected_ahead[k][slot] = int(step.tokens[slot, at]) if at < prefill else 0
-    v2.input_batch.prepare_prefill_inputs(ids, ahead, step.slots, step.starts, step.tokens, step.prefill, step.computed)
-    assert ids.tolist() == expected_ids
-    assert ahead.tolist() == expected_ahead
-
-
-def test_positions_and_lengths(v2: SimpleNamespace, step: Step) -> None:
-    pos, lens = torch.full((40,), -7, dtype=torch.int64), torch.full((S,), -7, dtype=torch.int32)
-    expected = [-7] * 40
-    for i, slot in enumerate(step.slots.tolist()):
         for k, place in enumerate(step.span(i)):
-            expected[place] = int(step.computed[slot]) + k
+            expected_pos[place] = first + k
+            if first < prefill:
+                expected_ids[place] = int(step.tokens[slot, first + k])
+        for k in range(lookahead if first < prefill else 0):
+            at = first + int(step.lens[i]) + k
+            expected_ahead[k][slot] = int(step.tokens[slot, at]) if at < prefill else 0
+    v2.input_batch.prepare_prefill_inputs(ids, ahead, step.slots, step.starts, step.tokens, step.prefill, step.computed)
     v2.input_batch.prepare_pos_seq_lens(step.slots, step.starts, step.computed, pos, lens)
-    assert pos.tolist() == expected
+    assert (ids.tolist(), ahead.tolist(), pos.tolist()) == (expected_ids, expected_ahead, expected_pos)
     assert torch.equal(lens, step.seq_lens)  # zeros after N
+    # rows are numbered within their request
+    slots, places = v2.input_batch.expand_idx_mapping(step.slots, step.total, step.starts, 8)
+    pairs = [(slot, k) for i, slot in step.requests() for k in range(len(step.span(i)))]
+    assert list(zip(slots.tolist(), places.tolist(), strict=True)) == pairs
+    assert slots.dtype == step.slots.dtype
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("new", [0, 1])
-def test_sampled_and_draft_tokens_go_where_logits_are_computed(v2: SimpleNamespace, seed: int, new: int) -> None:
-    step = Step(seed, least_tokens=3)
-    per_request = step.rng.integers(1, 4, size=step.n)
+def test_sampled_and_draft_tokens_go_where_logits_are_computed(v2: SimpleNamespace, step: Step, new: int) -> None:
+    per_request = np.minimum(step.rng.integers(1, 4, size=step.n), step.lens)
     cu = cumulated(per_request)
-    ids, last = torch.full((40,), -7, dtype=torch.int32), ints(step.rng, 0, V, (S, 1), torch.int64)
+    ids, last = blank(40), ints(step.rng, 0, V, (S, 1), torch.int64)
     drafts = ints(step.rng, 0, V, (S, 3), torch.int64)
     expected, places = ids.tolist(), []
-    for i, slot in enumerate(step.slots.tolist()):
+    for i, slot in step.requests():
         rows, length, prefill = int(per_request[i]), int(step.seq_lens[i]), int(step.prefill[slot])
         at = list(step.span(i))[-rows:]
         places += at
@@ -138,31 +145,23 @@ def test_sampled_and_draft_tokens_go_where_logits_are_computed(v2: SimpleNamespa
     indices = v2.input_batch.combine_sampled_and_draft_tokens(
         ids, step.slots, last, step.starts, step.seq_lens, step.prefill, drafts, cu, int(cu[-1]), new
     )
-    assert indices.tolist() == places
-    assert ids.tolist() == expected
+    assert (indices.tolist(), ids.tolist()) == (places, expected)
 
 
-def test_rows_are_numbered_within_their_request(v2: SimpleNamespace, step: Step) -> None:
-    slots, places = v2.input_batch.expand_idx_mapping(step.slots, step.total, step.starts, 8)
-    pairs = [(slot, k) for i, slot in enumerate(step.slots.tolist()) for k in range(len(step.span(i)))]
-    assert list(zip(slots.tolist(), places.tolist(), strict=True)) == pairs
-    assert slots.dtype == step.slots.dtype
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_step_is_added_to_the_state(v2: SimpleNamespace, seed: int, counted: bool) -> None:
+def test_a_step_is_added_to_the_state(v2: SimpleNamespace, step: Step, counted: bool) -> None:
     """Chunks of prompts sample nothing; rejected drafts are computed again; a slot of -1 is passed over."""
-    step = Step(seed, least_tokens=3)
     sampled, cu = ints(step.rng, 0, 4, step.n), cumulated([3] * step.n)
-    expected_sampled = [
-        0 if int(step.seq_lens[i]) < int(step.prefill[slot]) else int(sampled[i])
-        for i, slot in enumerate(step.slots.tolist())
-    ]
-    chunk = [int(step.seq_lens[i]) < int(step.prefill[slot]) for i, slot in enumerate(step.slots.tolist())]
+    chunk = [int(step.seq_lens[i]) < int(step.prefill[slot]) for i, slot in step.requests()]
+    made = [0 if chunk[i] else int(sampled[i]) for i in range(step.n)]
     num, rejected = v2.input_batch.get_num_sampled_and_rejected(sampled, step.seq_lens, cu, step.slots, step.prefill)
-    assert num.tolist() == expected_sampled
-    assert rejected.tolist() == [0 if c else 3 - n for c, n in zip(chunk, expected_sampled, strict=True)]
+    assert (num.tolist(), rejected.tolist()) == (made, [0 if chunk[i] else 3 - made[i] for i in range(step.n)])
+
+    alone, expected = step.computed.clone(), step.computed.tolist()
+    for i, slot in step.requests():
+        expected[slot] += int(step.lens[i])
+    v2.input_batch.post_update_num_computed_tokens(step.slots, alone, step.starts)
+    assert alone.tolist() == expected
 
     new, last = ints(step.rng, 0, V, (step.n, 3), torch.int64), ints(step.rng, 0, V, (S, 1), torch.int64)
     total, counts = ints(step.rng, 1, 20, S), ints(step.rng, 0, 3, (S, V))
@@ -174,7 +173,7 @@ def test_a_step_is_added_to_the_state(v2: SimpleNamespace, seed: int, counted: b
     for i, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        for token in new[i, : expected_sampled[i]].tolist():
+        for token in new[i, : made[i]].tolist():
             tokens_[slot][total_[slot]] = token
             total_[slot] += 1
             last_[slot] = [token]
@@ -189,15 +188,13 @@ def test_a_step_is_added_to_the_state(v2: SimpleNamespace, seed: int, counted: b
 def test_drafts_are_kept_and_starts_may_be_absent() -> None:
     """vLLM 0.33 hands over drafts; before a step's tokens are known, there are no starts."""
     slots, out = torch.tensor([2, -1, 0]), torch.zeros(3, 2, dtype=torch.int64)
-    computed = torch.tensor([5, 5, 5], dtype=torch.int32)
-    rejected = torch.tensor([1, 1, 2], dtype=torch.int32)
+    computed, rejected = (torch.tensor(x, dtype=torch.int32) for x in ([5, 5, 5], [1, 1, 2]))
+    none, tokens = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int64)
+    drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
     cpu_kernels.post_update(
-        slots, computed, torch.zeros(3, 1, dtype=torch.int64), None, torch.zeros(3, 1, dtype=torch.int64),
-        torch.zeros(3, dtype=torch.int32), rejected, None, torch.zeros(3, L, dtype=torch.int32),
-        torch.zeros(3, dtype=torch.int32), torch.tensor([[1, 2], [3, 4], [5, 6]]), out,
-    )  # fmt: skip
-    assert out.tolist() == [[5, 6], [0, 0], [1, 2]]
-    assert computed.tolist() == [3, 5, 4]
+        slots, computed, tokens, None, tokens, none, rejected, None, none.expand(L, -1).T, none, drafts, out
+    )
+    assert (out.tolist(), computed.tolist()) == ([[5, 6], [0, 0], [1, 2]], [3, 5, 4])
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -216,13 +213,13 @@ def test_block_tables(v2: SimpleNamespace, step: Step, groups: int) -> None:
         tables.apply_staged_writes()
     gathered = tables.gather_block_tables(step.slots, step.n)
     for group in range(groups):
-        assert gathered[group][:, :5].tolist() == [blocks[group, slot] for slot in step.slots.tolist()]
+        assert gathered[group][:, :5].tolist() == [blocks[group, slot] for _, slot in step.requests()]
 
     pos = torch.zeros(64, dtype=torch.int64)
     expected = [[-1] * 64 for _ in range(groups)]
     if step.n > 1 and step.seed % 2:
         step.slots[-1] = -1
-    for i, slot in enumerate(step.slots.tolist()):
+    for i, slot in step.requests():
         for k, place in enumerate(step.span(i)):
             pos[place] = int(step.computed[slot]) % 14 + k
             for group in range(groups):
@@ -230,6 +227,12 @@ def test_block_tables(v2: SimpleNamespace, step: Step, groups: int) -> None:
                     block = blocks[group, slot][int(pos[place]) // sizes[group]]
                     expected[group][place] = block * sizes[group] + int(pos[place]) % sizes[group]
     assert tables.compute_slot_mappings(step.slots, step.starts, pos, 64).tolist() == expected
+
+
+def test_context_parallelism_is_refused(v2: SimpleNamespace) -> None:
+    tables = v2.block_table.BlockTables([4], S, 64, [10], CPU, cp_size=2)
+    with pytest.raises(ValueError, match="CP_SIZE=2"):
+        tables.compute_slot_mappings(torch.tensor([0]), cumulated([1]), torch.zeros(64, dtype=torch.int64), 64)
 
 
 def test_blocks_behind_a_sliding_window_are_null() -> None:
@@ -252,14 +255,20 @@ def test_staged_writes_of_a_vector(v2: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("values", [[0.0, 1.0], [0.7, 1.3], [0.0, 1.0, 0.7]])
-def test_temperature(v2: SimpleNamespace, step: Step, values: list[float]) -> None:
-    logits, of_slot = step.logits(step.n), step.choice(values)
+def test_temperature_and_min_p(v2: SimpleNamespace, step: Step, values: list[float]) -> None:
+    logits, temperature, share = step.logits(step.n), step.choice(values), step.choice([0.0, 0.05, 0.2, 1.0])
     expected = logits.clone()
-    for i, slot in enumerate(step.slots.tolist()):
-        if float(of_slot[slot]):
-            expected[i] = expected[i] / of_slot[slot]
-    v2.gumbel.apply_temperature(logits, step.slots, of_slot)
+    for i, slot in step.requests():
+        if float(temperature[slot]):
+            expected[i] = expected[i] / temperature[slot]
+    v2.gumbel.apply_temperature(logits, step.slots, temperature)
     assert torch.equal(logits, expected)
+    rows = logits.tolist()
+    for i, slot in step.requests():
+        least = max(rows[i]) + (math.log(float(share[slot])) if share[slot] else -INF)
+        rows[i] = [x if x >= least else -INF for x in rows[i]]
+    v2.min_p.apply_min_p(logits, step.slots, share)
+    assert logits.tolist() == rows
 
 
 def murmur3(seed: int, position: int, token: int, start: int = 0) -> int:
@@ -336,9 +345,7 @@ def test_samples_follow_the_softmax_over_several_blocks(v2: SimpleNamespace) -> 
 
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_only_kept_token_wins_whatever_its_noise(
-    v2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fp64: bool, rows: int
-) -> None:
+def test_the_only_kept_token_wins(v2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fp64: bool, rows: int) -> None:
     """The largest hash makes u round to 1, whose noise would be -inf."""
 
     def largest(seeds: np.ndarray, positions: np.ndarray, vocabulary: int, domain: int = 0) -> np.ndarray:
@@ -352,12 +359,11 @@ def test_the_only_kept_token_wins_whatever_its_noise(
     assert got.tolist() == [5] * rows
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("custom", [0, 5])
-def test_log_probs_and_ranks(v2: SimpleNamespace, seed: int, dtype: torch.dtype, custom: int) -> None:
+def test_log_probs_and_ranks(v2: SimpleNamespace, full_step: Step, dtype: torch.dtype, custom: int) -> None:
     """The sampled token first; then a request's own tokens, or the top ones where it names none."""
-    step = Step(seed + 1)  # vLLM asks for none in an empty step
+    step = full_step
     logits = step.logits(step.n).to(dtype)
     logits[logits < -3] = -INF
     sampled = ints(step.rng, 0, V, step.n, torch.int64)
@@ -369,7 +375,7 @@ def test_log_probs_and_ranks(v2: SimpleNamespace, seed: int, dtype: torch.dtype,
         state.token_ids.gpu[slot, : len(own[slot])] = torch.tensor(own[slot], dtype=torch.int32)
     state.num_token_ids.copy_to_uva()
     got = v2.logprob.compute_topk_scores(logits, 3, sampled, None, state, step.slots, custom)
-    for i, slot in enumerate(step.slots.tolist()):
+    for i, slot in step.requests():
         row = logits[i].tolist()
         total = math.log(math.fsum(math.exp(x) for x in row))
         top = sorted(range(V), key=lambda token: -row[token])[:3]
@@ -382,16 +388,6 @@ def test_log_probs_and_ranks(v2: SimpleNamespace, seed: int, dtype: torch.dtype,
         assert int(got.selected_token_ranks[i]) == sum(x >= row[tokens[0]] for x in row)
 
 
-def test_min_p(v2: SimpleNamespace, step: Step) -> None:
-    logits, share = step.logits(step.n), step.choice([0.0, 0.05, 0.2, 1.0])
-    expected = logits.tolist()
-    for i, slot in enumerate(step.slots.tolist()):
-        least = max(expected[i]) + (math.log(float(share[slot])) if share[slot] else -INF)
-        expected[i] = [x if x >= least else -INF for x in expected[i]]
-    v2.min_p.apply_min_p(logits, step.slots, share)
-    assert logits.tolist() == expected
-
-
 @pytest.mark.parametrize("width", [1, 20, V])
 @pytest.mark.parametrize("per_request", [1, 2])
 def test_kept_tokens(v2: SimpleNamespace, step: Step, width: int, per_request: int) -> None:
@@ -400,34 +396,25 @@ def test_kept_tokens(v2: SimpleNamespace, step: Step, width: int, per_request: i
     logits = step.logits(step.n * per_request)
     for row, limit in zip(logits, step.rng.choice([-9, 0, 3], size=len(logits)).tolist(), strict=True):
         row[row < min(limit, float(row.max()))] = -INF
-    expected = [
-        [token for token in range(V) if math.isfinite(float(logits[i * per_request + k, token]))]
-        for i in range(step.n)
-        for k in range(int(num[i]))
-    ]
+    active = [k < int(num[i]) for i in range(step.n) for k in range(per_request)]
+    kept = [row.isfinite().nonzero()[:, 0].tolist() if on else [] for row, on in zip(logits, active, strict=True)]
     cu = cumulated([per_request] * step.n)
     masks = v2.output.SamplingMaskTensors.from_logits(logits, cu, num, width, per_request)
-    active = [k < int(num[i]) for i in range(step.n) for k in range(per_request)]
-    assert [c for c, on in zip(masks.counts.tolist(), active, strict=True) if not on] == [0] * (
-        len(active) - sum(active)
-    )
+    assert masks.counts.tolist() == [len(row) for row in kept]
     lists = masks.tolists(num.numpy())
     rows = [lists.token_ids[a:b].tolist() for a, b in zip(lists.offsets, lists.offsets[1:], strict=False)]
-    if per_request == 1:  # vLLM lists a request without a sampled token, too
-        rows = [row for row, on in zip(rows, active, strict=True) if on]
-    assert rows == expected
+    # vLLM lists a request without a sampled token only if there is one token each
+    assert rows == [row for row, on in zip(kept, active, strict=True) if on or per_request == 1]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_penalties(v2: SimpleNamespace, seed: int) -> None:
+def test_penalties(v2: SimpleNamespace, full_step: Step) -> None:
     """Two rows of each request: the second follows a draft, which counts as said."""
-    step = Step(seed + 1)
+    step = full_step
     words, counts = torch.zeros(S, (V + 31) // 32, dtype=torch.int32), torch.zeros(S, V, dtype=torch.int32)
     prompt = torch.minimum(step.prefill, ints(step.rng, 1, 25, S))
     counts += 5  # of an earlier request in the slot
     v2.penalties.bincount(step.slots, step.tokens, prompt, step.prefill, words, counts, int(step.prefill.max()))
-    repetition, frequency = step.choice([1.0, 1.3]), step.choice([0.0, 0.4])
-    presence = step.choice([0.0, 0.2])
+    repetition, frequency, presence = (step.choice(pair) for pair in ([1.0, 1.3], [0.0, 0.4], [0.0, 0.2]))
     rows, drafts = step.slots.repeat_interleave(2), ints(step.rng, 0, V, 2 * step.n)
     places = torch.tensor([0, 1] * step.n, dtype=torch.int32)
     logits = step.logits(2 * step.n)
@@ -469,21 +456,8 @@ def test_allowed_tokens_biases_and_stop_tokens(v2: SimpleNamespace, step: Step, 
             masked = [-INF if token in ids else x for token, x in enumerate(row)]
             if not (check and restore[slot] and max(masked) == -INF):
                 row[:] = masked
-    v2.logit_bias.apply_logit_bias(
-        logits,
-        step.slots,
-        pos,
-        num_allowed,
-        allowed,
-        num_biased,
-        biased,
-        amounts,
-        least,
-        num_stop,
-        restore,
-        stop,
-        check,
-    )
+    counted = num_allowed, allowed, num_biased, biased, amounts, least, num_stop, restore, stop
+    v2.logit_bias.apply_logit_bias(logits, step.slots, pos, *counted, check)
     np.testing.assert_allclose(logits.numpy().reshape(-1), np.array(expected, np.float32).reshape(-1), atol=1e-6)
 
 
@@ -557,23 +531,20 @@ def test_new_blocks_of_the_cache_are_zeroed(v2: SimpleNamespace, segments: int, 
     assert [cache.tolist() for cache in caches] == expected
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_step_takes_a_state_to_its_last_block(v2: SimpleNamespace, seed: int) -> None:
-    step, block = Step(seed), 4
-    state, accepted = ints(step.rng, -1, 5, S), ints(step.rng, 0, 3, S)
-    columns, offsets = torch.full((S,), -7, dtype=torch.int32), torch.full((S,), -7, dtype=torch.int32)
-    expected = {"state": state.tolist(), "accepted": accepted.tolist(), "columns": [-7] * S, "offsets": [-7] * S}
-    for i, slot in enumerate(step.slots.tolist()):
+def test_a_step_takes_a_state_to_its_last_block(v2: SimpleNamespace, step: Step) -> None:
+    state, accepted, columns, offsets = ints(step.rng, -1, 5, S), ints(step.rng, 0, 3, S), blank(S), blank(S)
+    got = {"state": state, "accepted": accepted, "columns": columns, "offsets": offsets}
+    expected = {name: values.tolist() for name, values in got.items()}
+    for i, slot in step.requests():
         before, last = int(state[slot]), int(step.computed[slot]) + int(step.lens[i]) - 1
         expected["columns"][slot], expected["offsets"][slot] = before, max(int(accepted[slot]) - 1, 0)
-        expected["state"][slot] = last // block
-        if before not in (-1, last // block):
+        expected["state"][slot] = last // 4
+        if before not in (-1, last // 4):
             expected["accepted"][slot] = 1
     v2.mamba_utils.preprocess_mamba_align_fused_kernel[(1,)](
         step.slots, state, step.computed, step.starts, accepted, columns, offsets, step.n,
-        BLOCK_SIZE=8, MAMBA_BLOCK_SIZE=block,
+        BLOCK_SIZE=8, MAMBA_BLOCK_SIZE=4,
     )  # fmt: skip
-    got = {"state": state, "accepted": accepted, "columns": columns, "offsets": offsets}
     assert {name: values.tolist() for name, values in got.items()} == expected
 
 
@@ -583,7 +554,8 @@ class States:
     Where a convolution's channels come first, its state is [blocks, 2 channels, 3 tokens], of rows that are longer.
     """
 
-    def __init__(self, rng: np.random.Generator, channels_first: bool) -> None:
+    def __init__(self, seed: int, channels_first: bool) -> None:
+        rng = np.random.default_rng(seed)
         self.first = channels_first
         self.conv = torch.from_numpy(rng.normal(size=(40, 2, 4) if channels_first else (40, 8))).float()
         self.recurrent = torch.from_numpy(rng.normal(size=(40, 6))).double()
@@ -598,54 +570,51 @@ class States:
         self.recurrent[d, :5] = self.recurrent[c, :5]
 
     def layout(self) -> list[Any]:
+        """Of both: bytes of an element; elements of a token, of a state; tokens; group; channels; bytes of a row."""
         states = (self.conv, self.recurrent)
+        channels = ([2, 0], [16, 0]) if self.first else ([0, 0], [0, 0])
+        pages = [state.stride(0) * state.element_size() for state in states]
         return [
             torch.tensor([table.data_ptr() for table in self.tables]),
             4,
             torch.tensor([state.data_ptr() for state in states]),
-            torch.tensor([state.stride(0) * state.element_size() for state in states]),
-            torch.tensor([4, 8]),  # bytes of an element
-            torch.tensor([2, 5]),  # elements of a token; of a state
-            torch.tensor([3, 0]),  # tokens of a convolution
-            torch.tensor([0, 1]),  # group
-            torch.tensor([2, 0]) if self.first else torch.zeros(2, dtype=torch.int64),  # channels
-            torch.tensor([16, 0]) if self.first else torch.zeros(2, dtype=torch.int64),  # bytes of a row
+            *map(torch.tensor, (pages, [4, 8], [2, 5], [3, 0], [0, 1], *channels)),
         ]
+
+    def precopy(self, v2: SimpleNamespace, targets: Any, sources: Any, bias: Any, slots: Any) -> None:
+        v2.mamba_utils.precopy_mamba_align_fused_kernel[(1,)](
+            targets, sources, bias, *self.layout(), slots, len(slots),
+            COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=self.first, HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("channels_first", [False, True])
-def test_states_are_copied_to_the_block_that_a_step_writes(
-    v2: SimpleNamespace, step: Step, channels_first: bool
-) -> None:
-    states, expected = (States(np.random.default_rng(step.seed), channels_first) for _ in range(2))
+def test_states_are_copied_to_the_block_of_a_step(v2: SimpleNamespace, step: Step, channels_first: bool) -> None:
+    states, expected = (States(step.seed, channels_first) for _ in range(2))
     sources, targets = ints(step.rng, -1, 4, S), ints(step.rng, 0, 4, S)
-    for slot in step.slots.tolist():
+    for _, slot in step.requests():
         if int(sources[slot]) not in (-1, int(targets[slot])):
             expected.copy(slot, int(sources[slot]), int(targets[slot]))
     slots = torch.cat([step.slots, step.slots.new_tensor([-1])])  # one that this worker doesn't have
-    bias = torch.zeros(S, dtype=torch.int32)
-    v2.mamba_utils.precopy_mamba_align_fused_kernel[(1,)](
-        targets, sources, bias, *states.layout(), slots, step.n + 1,
-        COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=channels_first, HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
-    )  # fmt: skip
+    states.precopy(v2, targets, sources, torch.zeros(S, dtype=torch.int32), slots)
     assert torch.equal(states.conv, expected.conv)
     assert torch.equal(states.recurrent, expected.recurrent)
 
 
-def test_states_of_drafts_are_refused(v2: SimpleNamespace) -> None:
-    states, one = States(np.random.default_rng(0), False), torch.ones(S, dtype=torch.int32)
+def test_drafts_of_a_recurrent_model_and_their_logits_are_refused(v2: SimpleNamespace) -> None:
+    one, zeros = torch.ones(S, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(MissingKernelError, match="speculative decoding"):
-        v2.mamba_utils.precopy_mamba_align_fused_kernel[(1,)](
-            one, 0 * one, one, *states.layout(), torch.tensor([2]), 1,
-            COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=False, HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
-        )  # fmt: skip
+        States(0, False).precopy(v2, one, 0 * one, one, torch.tensor([2]))
     with pytest.raises(MissingKernelError, match="speculative decoding"):
         after_step(v2, 2 * one, 8 * one, one, torch.tensor([2]))
+    cache = torch.zeros(S, 1, V)
+    with pytest.raises(MissingKernelError, match="speculative decoding"):
+        v2.gumbel.gumbel_sample(torch.zeros(1, V), zeros, torch.ones(1), zeros, zeros, False, True, cache, zeros[0])
 
 
 def after_step(v2: SimpleNamespace, accepted: Any, computed: Any, out: Any, slots: torch.Tensor) -> None:
     v2.mamba_utils.postprocess_mamba_fused_kernel[(1,)](
-        accepted, None, None, computed, None, *States(np.random.default_rng(0), False).layout(), out, slots, len(slots),
+        accepted, None, None, computed, None, *States(0, False).layout(), out, slots, len(slots),
         block_size=4, COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=False, HAS_IDX_MAPPING=True,
         PRECOMPUTED_NEW_COMPUTED=True, TEMPORAL_TILES=1,
     )  # fmt: skip
@@ -653,10 +622,15 @@ def after_step(v2: SimpleNamespace, accepted: Any, computed: Any, out: Any, slot
 
 def test_a_state_that_ends_its_block_stays_there(v2: SimpleNamespace) -> None:
     """Slots 0 to 2 have 8, 9 and 8 tokens, of blocks of 4; 2 isn't this worker's."""
-    accepted, computed = torch.ones(3, dtype=torch.int32), torch.tensor([8, 9, 8])
-    out = torch.full((3,), -7, dtype=torch.int32)
-    after_step(v2, accepted, computed, out, torch.tensor([1, -1, 0]))
+    out = blank(3)
+    after_step(v2, torch.ones(3, dtype=torch.int32), torch.tensor([8, 9, 8]), out, torch.tensor([1, -1, 0]))
     assert out.tolist() == [1, -7, -7]
+    # the number of tokens that a step accepted
+    slots, out = torch.tensor([3, -1, 0]), blank(4)
+    v2.mamba_hybrid._scatter_num_accepted_kernel[(3,)](slots, torch.tensor([0, 5, 2]), out)
+    assert out.tolist() == [2, -7, -7, 1]
+    v2.mamba_hybrid._fill_num_accepted_kernel[(3,)](slots, out, 4)
+    assert out.tolist() == [4, -7, -7, 4]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -669,54 +643,17 @@ def scale(output: list[float], factor: float, TWICE: bool = False) -> None:
     output[0] *= factor * (1 + TWICE)
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        lambda f, out: f(out, 0, 3, TWICE=True, BLOCK_SIZE=8, num_warps=1),
-        lambda f, out: f(out, 0, 3, True, 8),
-    ],
-)
-def test_arguments_are_bound_by_name(launch: Callable[[Any, list[float]], None]) -> None:
+def test_arguments_are_bound_by_name() -> None:
     def kernel(output_ptr: Any, inserted: Any, factor: Any, TWICE: Any, BLOCK_SIZE: Any) -> None:
         raise AssertionError
 
-    out = [1.0]
-    launch(by_name("kernels.scale", kernel, scale), out)
-    assert out == [6.0]
-
-
-def test_computed_tokens_alone(v2: SimpleNamespace, step: Step) -> None:
-    expected = step.computed.tolist()
-    for i, slot in enumerate(step.slots.tolist()):
-        expected[slot] += len(step.span(i))
-    v2.input_batch.post_update_num_computed_tokens(step.slots, step.computed, step.starts)
-    assert step.computed.tolist() == expected
-
-
-def test_context_parallelism_is_refused(v2: SimpleNamespace) -> None:
-    tables = v2.block_table.BlockTables([4], S, 64, [10], CPU, cp_size=2)
-    with pytest.raises(ValueError, match="CP_SIZE=2"):
-        tables.compute_slot_mappings(torch.tensor([0]), cumulated([1]), torch.zeros(64, dtype=torch.int64), 64)
-
-
-def test_the_number_of_tokens_that_a_step_accepted(v2: SimpleNamespace) -> None:
-    slots, out = torch.tensor([3, -1, 0]), torch.full((4,), -7, dtype=torch.int32)
-    v2.mamba_hybrid._scatter_num_accepted_kernel[(3,)](slots, torch.tensor([0, 5, 2]), out)
-    assert out.tolist() == [2, -7, -7, 1]
-    v2.mamba_hybrid._fill_num_accepted_kernel[(3,)](slots, out, 4)
-    assert out.tolist() == [4, -7, -7, 4]
-
-
-def test_draft_logits_are_refused(v2: SimpleNamespace) -> None:
-    zeros = torch.zeros(1, dtype=torch.int64)
-    cache = torch.zeros(S, 1, V)
-    with pytest.raises(MissingKernelError, match="speculative decoding"):
-        v2.gumbel.gumbel_sample(torch.zeros(1, V), zeros, torch.ones(1), zeros, zeros, False, True, cache, zeros[0])
-
-
-def test_a_kernel_without_a_needed_parameter_is_named() -> None:
-    def kernel(output_ptr: Any, TWICE: Any) -> None:
+    def without(output_ptr: Any, TWICE: Any) -> None:
         raise AssertionError
 
+    out, launch = [1.0], by_name("kernels.scale", kernel, scale)
+    launch(out, 0, 3, TWICE=True, BLOCK_SIZE=8, num_warps=1)
+    assert out == [6.0]
+    launch(out, 0, 3, True, 8)
+    assert out == [36.0]
     with pytest.raises(RuntimeError, match=r"vLLM [\d.]+.*: its kernel kernels\.scale has no parameter factor"):
-        by_name("kernels.scale", kernel, scale)
+        by_name("kernels.scale", without, scale)

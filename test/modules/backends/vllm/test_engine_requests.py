@@ -6,23 +6,25 @@ What only the real engine can show is in ``test/weight_update/test_weights_on_vl
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import pickle
 import random
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from vllm import SamplingParams
 from vllm.exceptions import RetryableRequestError
+from vllm.sampling_params import StructuredOutputsParams
 
 from support.loops import in_loop
+from support.processes import ids_request
 from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request, nothing_yet
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
 from torchrl_moe.modules.backends.vllm.engine_requests import (
     EngineRequests,
@@ -31,13 +33,10 @@ from torchrl_moe.modules.backends.vllm.engine_requests import (
     completion_from_vllm,
     forced_in,
     forced_of,
-    sampled_logprobs,
 )
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights, WeightCheck
 
 # -- vLLM's outputs, by hand-made objects of their shape ---------------------------------------------------------------
-
-
 RECORDED = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
 
 
@@ -46,110 +45,71 @@ def request(**fields: Any) -> Request:
 
 
 def answer(index: int = 0, **fields: Any) -> SimpleNamespace:
-    given = {
-        "index": index,
-        "token_ids": [7, 8],
-        "text": "ab",
-        "finish_reason": "stop",
-        "stop_reason": None,
-        "logprobs": None,
-        "routed_experts": RECORDED,
-        "sampling_mask": None,
-    }
-    return SimpleNamespace(**{**given, **fields})
+    empty = {"stop_reason": None, "logprobs": None, "sampling_mask": None}
+    given = {"token_ids": [7, 8], "text": "ab", "finish_reason": "stop", "routed_experts": RECORDED}
+    return SimpleNamespace(**{"index": index, **empty, **given, **fields})
 
 
-def output(*answers: SimpleNamespace, **fields: Any) -> SimpleNamespace:
-    given = {
-        "request_id": "vllm's",
-        "prompt": "hi",
-        "prompt_token_ids": [104, 105, 33],
-        "num_cached_tokens": 2,
-        "outputs": list(answers),
-        "metrics": None,
-        "prompt_token_id_logprobs": None,
-    }
-    return SimpleNamespace(**{**given, **fields})
-
-
-def test_vllms_own_flat_container_is_read_like_its_list() -> None:
-    from vllm.logprobs import FlatLogprobs, Logprob
-
-    positions = [{5: Logprob(-2.0), 9: Logprob(-0.1)}, {1: Logprob(-0.7)}]
-    own = FlatLogprobs()
-    own.extend(positions)
-    for container in (own, positions):
-        assert sampled_logprobs(container) == pytest.approx([-2.0, -0.7])
+def output(*answers: SimpleNamespace, metrics: Any = None) -> SimpleNamespace:
+    ids = {"request_id": "vllm's", "prompt": "hi", "prompt_token_ids": [104, 105, 33], "num_cached_tokens": 2}
+    return SimpleNamespace(**ids, outputs=list(answers), metrics=metrics, prompt_token_id_logprobs=None)
 
 
 def test_fields_are_taken_over_under_our_request_id() -> None:
-    logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}]
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    logprobs = FlatLogprobs()
+    logprobs.extend([{7: Logprob(-2.0), 9: Logprob(-0.1)}, {8: Logprob(-0.5)}])
     completion = completion_from_vllm(output(answer(logprobs=logprobs, stop_reason=258)), request(), 5)
     assert (completion.request_id, completion.prompt, completion.num_cached_tokens) == ("ours", "hi", 2)
-    assert completion.prompt_token_ids.tolist() == [104, 105, 33]
-    assert completion.prompt_token_ids.dtype == np.int64
     (only,) = completion.outputs
     assert (only.text, only.finish_reason, only.stop_reason) == ("ab", "stop", 258)
-    assert only.token_ids.tolist() == [7, 8]
-    assert only.token_ids.dtype == np.int64
-    assert only.logprobs is not None and only.logprobs.tolist() == [-1.0, -2.0]
-    assert only.policy_versions.tolist() == [5, 5]
-    assert only.policy_versions.dtype == np.int32
+    assert only.logprobs is not None and only.logprobs.tolist() == [-2.0, -0.5]
+    for got, dtype, expected in (
+        (completion.prompt_token_ids, np.int64, [104, 105, 33]),
+        (only.token_ids, np.int64, [7, 8]),
+        (only.policy_versions, np.int32, [5, 5]),
+    ):
+        assert (got.dtype, got.tolist()) == (dtype, expected)
     assert only.routed_experts is RECORDED  # 3 + 2 - 1 rows, as the engine gave them
 
 
 def test_words_that_were_left_out_are_taken_over() -> None:
     """Of the first token words 4 and 9 were kept, of the second all but word 3."""
-    (only,) = completion_from_vllm(output(answer(sampling_mask=masks([4, 9], [~3]))), request(), 0).outputs
+    mask = SimpleNamespace(token_ids=[[4, 9], [~3]])  # vLLM's ``SamplingMask``
+    (only,) = completion_from_vllm(output(answer(sampling_mask=mask)), request(), 0).outputs
     assert only.kept is not None
     assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
+    mask.token_ids.pop()
     with pytest.raises(EngineError, match="the kept tokens of 1 tokens, of an answer of 2"):
-        completion_from_vllm(output(answer(sampling_mask=masks([4, 9]))), request(), 0)
-
-
-def masks(*words: list[int]) -> SimpleNamespace:
-    """vLLM's ``SamplingMask``."""
-    return SimpleNamespace(token_ids=list(words))
-
-
-def stamps(**times: float) -> SimpleNamespace:
-    given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
-    return SimpleNamespace(**{**given, **times})
+        completion_from_vllm(output(answer(sampling_mask=mask)), request(), 0)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "expected"),
+    ("stamps", "expected"),
     [
         (None, (0.0, 0.0, 0.0)),
-        (stamps(scheduled_ts=100.5, first_token_ts=100.75, last_token_ts=103.0), (0.5, 0.75, 3.0)),
-        (stamps(), (0.0, 0.0, 0.0)),  # cut before it was scheduled
-        (stamps(scheduled_ts=101.0), (1.0, 0.0, 0.0)),  # cut before its first token
+        ((100.5, 100.75, 103.0), (0.5, 0.75, 3.0)),
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),  # cut before it was scheduled
+        ((101.0, 0.0, 0.0), (1.0, 0.0, 0.0)),  # cut before its first token
     ],
 )
-def test_times_are_differences_of_stamps_and_0_where_a_stage_was_not_reached(
-    metrics: Any, expected: tuple[float, float, float]
-) -> None:
+def test_times_are_differences_of_stamps_and_0_where_a_stage_was_not_reached(stamps: Any, expected: Any) -> None:
+    names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+    metrics = None if stamps is None else SimpleNamespace(**dict(zip(names, (100.0, *stamps), strict=True)))
     found = completion_from_vllm(output(answer(), metrics=metrics), request(), 0).metrics
     queue, first, total = expected
     assert found == CompletionMetrics(queue_seconds=queue, first_token_seconds=first, total_seconds=total)
 
 
 # -- rows to follow, on their way to the workers -----------------------------------------------------------------------
-
-
 ROWS = np.full((4, 3, 2), -1, np.int16)
 ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
 
 
-def sampling_params(**fields: Any) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(**fields)
-
-
 def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
     """As msgpack, which the core reads into the class again, and pickled."""
-    asked = sampling_params(max_tokens=3, extra_args={"mine": [1]})
+    asked = SamplingParams(max_tokens=3, extra_args={"mine": [1]})
     made = attach(asked, Forced(rows=ROWS))
     core = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=type(made))
     for one in (made, core, pickle.loads(pickle.dumps(core))):
@@ -157,9 +117,7 @@ def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
         assert forced.rows is not None
         assert forced.rows.dtype == np.int16
         assert (forced.rows == ROWS).all()
-        assert not forced.is_live
-        assert one.extra_args["mine"] == [1]
-        assert one.max_tokens == 3
+        assert (forced.is_live, one.extra_args["mine"], one.max_tokens) == (False, [1], 3)
     assert asked.extra_args == {"mine": [1]}
     scheduled = SimpleNamespace(sampling_params=made)
     assert (forced_of(scheduled).rows == ROWS).all()
@@ -168,29 +126,8 @@ def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
 
 
 # -- requests across swaps ---------------------------------------------------------------------------------------------
-
-
 PROMPT = [7, 8, 9]
-
-
-@dataclass
-class Params:
-    """The fields of vLLM's ``SamplingParams`` that matter."""
-
-    n: int = 1
-    max_tokens: int | None = 6
-    min_tokens: int = 0
-    seed: int | None = None
-    stop: Any = None
-    detokenize: bool = True
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    routed_experts_prompt_start: int = 0
-    structured_outputs: Any = None
-    lengths: tuple[int, ...] = ()  # how long each answer gets, if not max_tokens
-
-    def clone(self) -> Params:
-        return copy.copy(self)
+GRAMMAR = StructuredOutputsParams(regex="a")
 
 
 @dataclass
@@ -200,8 +137,8 @@ class State:
     external_req_id: str
     request_index: int
     context: list[int]
-    params: Params
-    cached: int
+    params: SamplingParams
+    salt: str
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     reason: str | None = None
@@ -215,18 +152,28 @@ class State:
         return self.context[: len(self.context) - len(self.tokens)]
 
     @property
+    def text(self) -> str:
+        return "".join(map(chr, self.tokens))
+
+    @property
+    def logprobs(self) -> list[Any]:
+        return [{0: SimpleNamespace(logprob=-float(token))} for token in self.tokens]
+
+    @property
+    def routes(self) -> Any:
+        return np.array(self.rows, np.int64).reshape(-1, 1, 1)
+
+    @property
     def detokenizer(self) -> Any:
         return SimpleNamespace(
             num_output_tokens=lambda: len(self.tokens),
             output_token_ids=self.tokens,
-            get_next_output_text=lambda finished, delta: "".join(map(chr, self.tokens)),
+            get_next_output_text=lambda finished, delta: self.text,
         )
 
     @property
     def logprobs_processor(self) -> Any:
-        return SimpleNamespace(
-            prompt_logprobs=None, logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in self.tokens]
-        )
+        return SimpleNamespace(prompt_logprobs=None, logprobs=self.logprobs)
 
     @property
     def sampling_mask_chunks(self) -> list[Any]:
@@ -234,11 +181,19 @@ class State:
 
     @property
     def routed_experts_chunks(self) -> list[Any]:
-        return [np.array(self.rows, np.int64).reshape(-1, 1, 1)] if self.tokens else []
+        return [self.routes] if self.tokens else []
 
-    @property
-    def limit(self) -> int | None:
-        return self.params.lengths[self.request_index] if self.params.lengths else self.params.max_tokens
+    def output(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            index=self.request_index,
+            token_ids=self.tokens,
+            text=self.text if self.params.detokenize else "",
+            finish_reason=self.reason,
+            stop_reason=None,
+            logprobs=self.logprobs,
+            routed_experts=self.routes if self.tokens else None,
+            sampling_mask=SimpleNamespace(token_ids=[[token, 200] for token in self.tokens]),
+        )
 
 
 class HandEngine:
@@ -251,7 +206,7 @@ class HandEngine:
         self.version = 0
         self.states: dict[str, State] = {}
         self.paused = False
-        self.asked: list[tuple[str, Any, Params]] = []
+        self.asked: list[str] = []
         self.salts: dict[str, set[int]] = {}  # whose weights made what is cached
         self.changed = asyncio.Condition()
         self.reading: asyncio.Event | None = None  # if set, a request is not known before
@@ -260,6 +215,7 @@ class HandEngine:
         self.room = 99  # how many answers run at a time
         self.canary: Exception | None = None
         self.adapters: dict[str, Any] = {}
+        self.priorities: dict[str, int] = {}
 
     @property
     def output_processor(self) -> Any:
@@ -269,35 +225,22 @@ class HandEngine:
         return SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
 
     async def generate(
-        self, prompt: Any, params: Params, request_id: str, *, lora_request: Any, priority: int
+        self, prompt: Any, params: SamplingParams, request_id: str, *, lora_request: Any, priority: int
     ) -> AsyncIterator[Any]:
         if self.refuses:
             self.refused += 1
             raise RetryableRequestError("paused")
-        self.asked.append((request_id, prompt, params))
-        self.adapters[request_id] = lora_request
+        self.asked.append(request_id)
+        self.adapters[request_id], self.priorities[request_id] = lora_request, priority
         if self.reading is not None:
             await self.reading.wait()
         ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt", "")
-        mine = [State(request_id, index, list(ids), params, len(self.salts)) for index in range(params.n)]
+        mine = [State(request_id, index, list(ids), params, salt) for index in range(params.n)]
         for state in mine:
-            state.salt = salt  # type: ignore[attr-defined]
             self.states[f"{state.request_index}_{request_id}_{len(self.asked)}"] = state
         async with self.changed:
             await self.changed.wait_for(lambda: all(state.reason for state in mine))
-        outputs = [
-            SimpleNamespace(
-                index=state.request_index,
-                token_ids=state.tokens,
-                text="".join(map(chr, state.tokens)) if params.detokenize else "",
-                finish_reason=state.reason,
-                stop_reason=None,
-                logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in state.tokens],
-                routed_experts=np.array(state.rows, np.int64).reshape(-1, 1, 1) if state.tokens else None,
-                sampling_mask=SimpleNamespace(token_ids=[[token, 200] for token in state.tokens]),
-            )
-            for state in mine
-        ]
+        outputs = [state.output() for state in mine]
         yield SimpleNamespace(prompt=None, prompt_token_ids=ids, num_cached_tokens=11, outputs=outputs, metrics=None)
 
     async def step(self, count: int = 1) -> None:
@@ -311,13 +254,13 @@ class HandEngine:
         if not state.tokens:
             first = state.params.routed_experts_prompt_start
             state.rows = [self.version * 100 + place for place in range(first, len(state.context))]
-            self.salts.setdefault(state.salt, set()).add(self.version)  # type: ignore[attr-defined]
+            self.salts.setdefault(state.salt, set()).add(self.version)
         else:
             state.rows.append(self.version * 100 + len(state.context) - 1)
         token = self.version * 100 + len(state.context)
         state.tokens.append(token)
         state.context.append(token)
-        if len(state.tokens) == state.limit:
+        if len(state.tokens) == state.params.max_tokens:
             state.reason = "length"
 
     async def _settle(self) -> None:
@@ -375,9 +318,9 @@ class Bench:
 
     async def start(self, name: str = "r", resume: Completion | None = None, **params: Any) -> None:
         ids = np.array(PROMPT, np.int32)
-        self.requests.start(
-            Request(request_id=name, sampling_params=Params(**params), prompt_token_ids=ids, resume=resume)
-        )
+        fields = {"prompt_token_ids": ids, "resume": resume, "priority": len(name)}
+        given = SamplingParams(**{"max_tokens": 6, **params})
+        self.requests.start(Request(request_id=name, sampling_params=given, **fields))
         await asyncio.sleep(0.002)
 
     async def swap(self, version: int, mode: Any = "abort", clear_cache: bool = False) -> None:
@@ -427,10 +370,11 @@ def check(output: CompletionOutput, *versions: int) -> None:
 async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(bench: Bench, seed: int) -> None:
     """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
     rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
-    versions, dropped = itertools.count(1), False
+    versions, dropped, asked = itertools.count(1), False, dict[str, int]()
 
     def check_all(completions: Iterable[Completion]) -> None:
         for completion in completions:
+            assert len(completion.outputs) == asked[completion.request_id]
             for output in completion.outputs:
                 made_by = output.policy_versions.tolist()
                 assert made_by == sorted(made_by) and not failed.intersection(made_by)
@@ -439,7 +383,8 @@ async def test_whatever_comes_between_each_token_knows_its_weights_and_its_place
 
     async def start(bench: Bench) -> None:
         name, n = f"r{next(names)}", rng.randint(1, 3)
-        guided = {"structured_outputs": "a grammar"} if rng.random() < 0.3 else {}  # cannot continue: starts again
+        asked[name] = n
+        guided = {"structured_outputs": GRAMMAR} if rng.random() < 0.3 else {}  # cannot continue: starts again
         resume = had(*(rng.randint(0, 4) for _ in range(n))) if rng.random() < 0.4 else None
         if rng.random() < 0.2 and bench.engine.reading is None:
             bench.engine.reading = asyncio.Event()  # vLLM still takes it in during what comes next
@@ -515,6 +460,14 @@ async def test_what_the_users_own_pause_cuts_stays_cut(bench: Bench) -> None:
 
 @in_loop
 async def test_an_error_while_it_continues_refuses_the_request(bench: Bench) -> None:
+    """As does one with which vLLM ends an answer, where no token fits its grammar."""
+    await bench.start("error", n=2)
+    await bench.engine.step(2)
+    next(iter(bench.engine.states.values())).reason = "error"
+    await bench.finish()
+    await asyncio.sleep(0.01)
+    assert isinstance(bench.refused["error"], ValueError)
+
     await bench.start()
     await bench.engine.step(2)
 
@@ -529,109 +482,63 @@ async def test_an_error_while_it_continues_refuses_the_request(bench: Bench) -> 
     assert bench.done == {}
 
 
-@in_loop
-async def test_an_answer_that_vllm_ends_with_an_error_is_a_refusal(bench: Bench) -> None:
-    """So vLLM ends one whose grammar no token fits; its tokens are none of the model's."""
-    await bench.start(n=2)
-    await bench.engine.step(2)
-    next(iter(bench.engine.states.values())).reason = "error"
-    await bench.finish()
-    await asyncio.sleep(0.01)
-    assert isinstance(bench.refused["r"], ValueError)
-    assert bench.done == {}
-
-
 # -- what a request resumes -------------------------------------------------------------------------------------------
-
-
-def had(*tokens: int, reason: str = "abort") -> Completion:
+def had(*tokens: int) -> Completion:
     """What there is of answers with so many tokens, made by version 0."""
     outputs = []
     for index, count in enumerate(tokens):
         places = np.arange(len(PROMPT), len(PROMPT) + count)
-        outputs.append(
-            CompletionOutput(
-                index=index,
-                token_ids=places.astype(np.int64),
-                text="".join(map(chr, places)),
-                finish_reason=reason if index == 0 else "abort",
-                policy_versions=np.zeros(count, np.int32),
-                logprobs=-places.astype(np.float32) if count else None,
-                routed_experts=np.arange(len(PROMPT) + count - 1).reshape(-1, 1, 1) if count else None,
-            )
+        output = CompletionOutput(
+            index=index,
+            token_ids=places.astype(np.int64),
+            text="".join(map(chr, places)),
+            finish_reason="abort",
+            policy_versions=np.zeros(count, np.int32),
+            logprobs=-places.astype(np.float32) if count else None,
+            routed_experts=np.arange(len(PROMPT) + count - 1).reshape(-1, 1, 1) if count else None,
         )
-    return Completion(
-        request_id="old",
-        prompt="text",
-        prompt_token_ids=np.array(PROMPT, np.int64),
-        num_cached_tokens=2,
-        outputs=outputs,
-        metrics=CompletionMetrics(queue_seconds=0.25, first_token_seconds=0.5, total_seconds=1000.0),
-    )
+        outputs.append(output)
+    return replace(nothing_yet(ids_request("old", PROMPT)), outputs=outputs)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
-
-
-@in_loop
-async def test_requests_keep_the_adapter_they_began_with_and_its_version(bench: Bench) -> None:
-    one, two, own = object(), object(), object()
-    await bench.start("bare", max_tokens=4)
-    await bench.engine.step()
-    bench.requests.change_adapter(one, 1)
-    bench.own = own
-    await bench.start("own", max_tokens=4)
-    bench.own = None
-    await bench.start("first", max_tokens=4)
-    await bench.engine.step()
-    bench.requests.change_adapter(two, 2)
-    await bench.start("second", max_tokens=4)
-    assert bench.requests.uses(one)
-    assert bench.requests.uses(two)
-    await bench.finish()
-    assert not bench.requests.uses(one)
-    assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
-    versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
-    assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
-
-
 @pytest.mark.parametrize("clear_cache", [False, True])
 @in_loop
-async def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
-    bench: Bench, clear_cache: bool
-) -> None:
-    """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
-    bench.requests.change_adapter(object(), 1)
+async def test_requests_keep_their_adapter_until_whole_weights_come(bench: Bench, clear_cache: bool) -> None:
+    """Also where nothing is aborted: the weights have the trainer's adapter in them. A user's adapter stays."""
+    one, two, own = object(), object(), object()
+    await bench.start("bare", max_tokens=2)
+    await bench.engine.step()
+    bench.requests.change_adapter(one, 1)
     await bench.start("old", max_tokens=8)
-    bench.own = object()
+    bench.own = own
     await bench.start("own", max_tokens=8)
     bench.own = None
     await bench.engine.step(2)
-    bench.requests.change_adapter(object(), 2)
+    bench.requests.change_adapter(two, 2)
     await bench.start("new", max_tokens=8)
     await bench.engine.step(2)
+    assert bench.requests.uses(one) and bench.requests.uses(two)
     bench.engine.reading = asyncio.Event()
     await bench.start("late", max_tokens=8)  # vLLM does not know it yet
     bench.engine.reading.set()
     bench.requests.adapter = None
     await bench.swap(3, "keep", clear_cache)
     await bench.finish()
+    assert not bench.requests.uses(one)
     versions = {name: done.outputs[0].policy_versions.tolist() for name, done in bench.done.items()}
-    assert versions == {
-        "old": [1] * 4 + [3] * 4,
-        "own": [1] * 4 + [3] * 4,
-        "new": [2] * 2 + [3] * 6,
-        "late": [3] * 8,
-    }
+    both = [1] * 4 + [3] * 4
+    assert versions == {"bare": [0] * 2, "old": both, "own": both, "new": [2] * 2 + [3] * 6, "late": [3] * 8}
     rest = {name: adapter for name, adapter in bench.engine.adapters.items() if "~" in name}
     assert sorted(name.split("~")[0] for name in rest) == ["late", "new", "old"]
     assert set(rest.values()) == {None}
+    assert all(priority == len(name.split("~")[0]) for name, priority in bench.engine.priorities.items())
+    first = {name: adapter for name, adapter in bench.engine.adapters.items() if name not in rest}
+    assert first == {"bare": None, "old": one, "own": own, "new": two, "late": two}
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
 
 
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("swapped", [False, True])
 @in_loop
 async def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(bench: Bench, swapped: bool) -> None:

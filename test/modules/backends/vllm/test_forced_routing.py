@@ -28,7 +28,6 @@ from torchrl_moe.modules.backends.vllm.forced_routing import (
 )
 
 # -- one worker's steps -----------------------------------------------------------------------------------------------
-
 LAYERS, WIDTH, EXPERTS, MOST = 4, 2, 8, 16
 
 
@@ -137,9 +136,7 @@ def params_of(rows: NDArray[Any] | None) -> Any:
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_rows_go_with_their_requests_in_chunks_and_beside_others(
-    enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_follow_requests_in_chunks_and_beside_others(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs, which call no Python, the routers are the same before, during and after."""
     worker = Worker(monkeypatch, enforce_eager)
     assert worker.forced.forced_routing_unavailable_reason == ""
@@ -149,16 +146,10 @@ def test_rows_go_with_their_requests_in_chunks_and_beside_others(
     assert worker.firsts(("b", 0, 2), ("a", 0, 3)) == [0, 0, 3, 4, 0]
     assert worker.firsts(("a", 3, 3), ("b", 2, 1), layer=2) == [5, 0, 0, 0]
     assert worker.firsts(("a", 6, 1), ("b", 3, 1)) == [0, 0]
+    if not enforce_eager:  # a step of a captured size reads more rows of the buffer than it has tokens
+        ids = worker.step(("a", 0, 2), logits=SCORES[:8])[1][1]
+        assert ids[:, 0].tolist() == [3, 4, 0, 0, 0, 0, 0, 0]  # those of a longer step are gone
     assert [vars(layer.router).get("_compute_routing") for layer in worker.model] == before
-
-
-def test_padded_rows_of_a_graph_follow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a captured size reads more rows of the buffer than it has tokens; those of a longer step are gone."""
-    worker = Worker(monkeypatch, enforce_eager=False)
-    worker.begin(a=params_of(rows_of(3, 4, 5, 6)))
-    assert worker.firsts(("a", 0, 4)) == [3, 4, 5, 6]
-    ids = worker.step(("a", 0, 2), logits=SCORES[:8])[1][1]
-    assert ids[:, 0].tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_request_that_ends_or_is_preempted_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +173,8 @@ def test_what_was_recorded_must_be_what_was_to_be_followed(delivers: bool, monke
     worker.step(("a", 0, 3))
     deaf = worker.model[1].router
     worker.forced._routers[2] = deaf, deaf._compute_routing
-    with pytest.raises(
-        ReplayError if delivers else RuntimeError,
-        match="layer 2 did not follow 2 of 2 recorded rows" if delivers else None,
-    ):
+    words = "layer 2 did not follow 2 of 2 recorded rows" if delivers else None
+    with pytest.raises(ReplayError if delivers else RuntimeError, match=words):
         worker.step(("a", 0, 3))
 
 
@@ -213,19 +202,20 @@ def test_an_engine_that_cannot_follow_says_why(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("where", "change", "words"),
     [
-        (lambda layer: vars(type(layer)._quant_method).update(is_monolithic=True), "routes inside its kernel"),
-        (lambda layer: vars(layer).update(_moe_state=1), "takes experts that transformers' code has chosen"),
-        (lambda layer: vars(layer).update(router="none"), "str is no router that vLLM records"),
+        ("_quant_method", {"is_monolithic": True}, "routes inside its kernel"),
+        ("", {"_moe_state": 1}, "takes experts that transformers' code has chosen"),
+        ("", {"router": "none"}, "str is no router that vLLM records"),
     ],
 )
 def test_a_layer_whose_experts_are_chosen_elsewhere_is_named(
-    change: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
+    where: str, change: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(monkeypatch)
+    layer = worker.model[0]
     assert routers_of(worker.model) == {layer.layer_id: layer.router for layer in worker.model}
-    change(worker.model[0])
+    vars(getattr(type(layer), where) if where else layer).update(change)
     with pytest.raises(ValueError, match=words):
         routers_of(worker.model)
     worker.forced.drive(False)
@@ -233,8 +223,6 @@ def test_a_layer_whose_experts_are_chosen_elsewhere_is_named(
 
 
 # -- vLLM's routers ---------------------------------------------------------------------------------------------------
-
-
 def router(**fields: Any) -> Any:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
@@ -275,20 +263,6 @@ ROUTERS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = 
 }
 
 
-def followed(way: Any, one: Any, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = way(one, one._compute_routing, lambda count: rows[:count])(
-        torch.zeros(len(logits), 4), logits, torch.int32
-    )
-    return weights, ids
-
-
-def rows_and_logits(top_k: int) -> tuple[Tensor, Tensor]:
-    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    rows = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(6)])[:, :top_k]
-    rows[2] = -1
-    return rows.int(), logits
-
-
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: str, is_fused: bool) -> None:
@@ -303,10 +277,19 @@ def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: st
 
     if is_fused:
         one._compute_routing = fused
-    rows, logits = rows_and_logits(one.top_k)
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 8, generator=random)
+    rows = torch.stack([torch.randperm(8, generator=random) for _ in range(6)])[:, : one.top_k].int()
+    rows[2] = -1
     way = prove(5, one, hidden_size=4, dtype=torch.float32)
     assert (way is through_topk) is not is_fused
-    weights, ids = followed(way, one, logits, rows)
+
+    def following(rows: Tensor) -> tuple[Tensor, Tensor]:
+        route = way(one, one._compute_routing, lambda count: rows[:count])
+        weights, ids = route(torch.zeros(6, 4), logits, torch.int32)
+        return weights, ids
+
+    weights, ids = following(rows)
     own_weights, own = native(torch.zeros(6, 4), logits, torch.int32)
     live = torch.arange(6) == 2
     assert torch.equal(ids[~live], rows[~live])
@@ -314,8 +297,7 @@ def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: st
     assert torch.equal(ids[live], own[live])
     assert not torch.equal(own, ids)
     torch.testing.assert_close(weights[~live], formula(logits, rows.clamp(min=0).long())[~live])
-    again, _ = followed(way, one, logits, own)
-    assert torch.equal(again, own_weights)  # its own choice, bit by bit
+    assert torch.equal(following(own)[0], own_weights)  # its own choice, bit by bit
 
 
 @pytest.mark.gpu
@@ -373,7 +355,6 @@ def test_a_router_that_does_not_follow_is_named(function: Any, words: str) -> No
 
 
 # -- requests that are read again -------------------------------------------------------------------------------------
-
 STORE = np.arange(20 * 2 * 2, dtype=np.uint8).reshape(20, 2, 2)  # the rows of all tokens
 
 
@@ -396,15 +377,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def a_request(scheduler: Any, prompt: int, forced: Forced | None = None) -> Any:
-    params = SimpleNamespace(extra_args=None)
-    params.clone = lambda: SimpleNamespace(**vars(params))
+def a_request(scheduler: Any, prompt: int, given: Any = None) -> Any:
     made = SimpleNamespace(
-        request_id="a",
-        sampling_params=params if forced is None else attach(params, forced),
-        num_tokens=prompt,
-        status="running",
-        block_hashes=["old"],
+        request_id="a", sampling_params=params_of(given), num_tokens=prompt, status="running", block_hashes=["old"]
     )
     made.update_block_hashes = lambda: made.block_hashes.append("new")
     scheduler.requests["a"] = made
@@ -421,40 +396,38 @@ def sample(scheduler: Any, request: Any, tokens: int = 1, start: int | None = No
         start = None
 
 
-def preempt(scheduler: Any, request: Any, drop: bool = False) -> Any:
-    scheduler._preempt_request(request, 0.0, drop)
-    return forced_in(request.sampling_params)  # what the workers get
+def preempt(scheduler: Any, request: Any) -> Any:
+    """The rows that the workers get of a request that is preempted."""
+    scheduler._preempt_request(request, 0.0, False)
+    return forced_in(request.sampling_params).rows
 
 
 def test_a_preempted_request_keeps_the_rows_of_the_tokens_that_it_has(scheduler: Any) -> None:
     """The last token's comes with the next one. What came since is added when it is preempted again."""
     request = a_request(scheduler, prompt=3)
+    assert preempt(scheduler, request) is None  # it has no token yet
+    request.status = "running"
     sample(scheduler, request, start=0)
     sample(scheduler, request)
-    assert (preempt(scheduler, request).rows == STORE[:4]).all()
+    assert (preempt(scheduler, request) == STORE[:4]).all()
     assert forced_of(request).is_recorded
     sample(scheduler, request)  # its step was under way
     assert (forced_in(request.sampling_params).rows == STORE[:5]).all()
     assert (forced_of(request).rows == STORE[:5]).all()
     request.status = "running"
     sample(scheduler, request)
-    assert (preempt(scheduler, request).rows == STORE[:6]).all()
-
-
-def test_a_request_without_a_token_has_no_rows_to_keep(scheduler: Any) -> None:
-    assert preempt(scheduler, a_request(scheduler, prompt=3)).rows is None
-    given = Forced(rows=np.full((2, 2, 2), 7, np.int8))
-    request = a_request(scheduler, prompt=3, forced=given)
-    assert (preempt(scheduler, request).rows == given.rows).all()
-    assert not forced_of(request).is_recorded
+    assert (preempt(scheduler, request) == STORE[:6]).all()
 
 
 def test_rows_from_before_those_that_are_delivered_are_the_given_ones(scheduler: Any) -> None:
     """The rest of an answer follows what it had, and asks for its own rows only; where it has none, routers choose."""
     given = np.full((2, 2, 2), 7, np.int8)
-    request = a_request(scheduler, prompt=5, forced=Forced(rows=given))
+    request = a_request(scheduler, prompt=5, given=given)
+    assert (preempt(scheduler, request) == given).all()
+    assert not forced_of(request).is_recorded
+    request.status = "running"
     sample(scheduler, request, start=4)
-    rows = preempt(scheduler, request).rows
+    rows = preempt(scheduler, request)
     assert (rows[:2] == 7).all() and (rows[2:4] == -1).all() and (rows[4:] == STORE[4:5]).all()
 
 
@@ -472,7 +445,6 @@ def test_a_reset_gives_the_blocks_of_what_is_read_again_other_names(
 
 
 # -- the prefix cache -------------------------------------------------------------------------------------------------
-
 ROWS_OF_BLOCKS = np.arange(5 * 2 * 2).reshape(5, 2, 2) % 8
 
 
@@ -480,16 +452,14 @@ def keys_of(rows: Any, start: int, stop: int, salt: str | None = None) -> Any:
     """The extra keys of one block of a request of vLLM's, which follows these rows."""
     from vllm.v1.core import block_pool, kv_cache_utils
 
-    from torchrl_moe.modules.backends.vllm import forced_routing as schedulers
+    from torchrl_moe.modules.backends.vllm import forced_routing
 
-    schedulers._key_blocks_by_rows()
+    forced_routing._key_blocks_by_rows()
     ours = kv_cache_utils.generate_block_hash_extra_keys
-    schedulers._key_blocks_by_rows()
+    forced_routing._key_blocks_by_rows()
     assert kv_cache_utils.generate_block_hash_extra_keys is ours is block_pool.generate_block_hash_extra_keys
-    request = SimpleNamespace(
-        torchrl_moe_forced=Forced(rows=rows), lora_request=None, mm_features=[], cache_salt=salt, prompt_embeds=None
-    )
-    return ours(request, start, stop, 0)[0]
+    none = {"lora_request": None, "mm_features": [], "prompt_embeds": None}
+    return ours(SimpleNamespace(torchrl_moe_forced=Forced(rows=rows), cache_salt=salt, **none), start, stop, 0)[0]
 
 
 def test_a_block_is_named_by_the_rows_in_it() -> None:
@@ -508,9 +478,9 @@ def test_a_block_that_follows_nothing_is_anybodys(rows: Any, start: int) -> None
 
 
 # -- the question that tries new weights ------------------------------------------------------------------------------
-
 PLACES = 4
 Make = Callable[..., Steps]
+FULL = [str(number) for number in range(PLACES)]
 
 
 @pytest.fixture(params=[False, True], ids=["waits for each step", "begins a step during another"])
@@ -524,47 +494,50 @@ def make(request: pytest.FixtureRequest, shelf: EngineShelf) -> Make:
     return make
 
 
-def fill(steps: Steps, requests: int = 20, tokens: int = 30) -> None:
-    """Four requests run, and more wait; none has ended."""
-    for number in range(requests):
+def fill(steps: Steps, tokens: int = 30) -> None:
+    """Four of 20 requests run, the others wait, and none has ended."""
+    for number in range(20):
         steps.add(str(number), prompt=10, max_tokens=tokens, priority=number)
-    while min(steps.tokens[str(number)] for number in range(PLACES)) < 3:
+    while min(steps.tokens[name] for name in FULL) < 3:
         steps.step()
-    assert len(steps.core.waiting) == requests - PLACES
+    assert len(steps.core.waiting) == 20 - PLACES
     steps.drain()
 
 
-def finish(steps: Steps) -> None:
+def check(steps: Steps, prompt: int, name: str = "check", **fields: Any) -> None:
+    steps.add(name, prompt=prompt, max_tokens=1, check=True, **fields)
+
+
+def finish(steps: Steps, tokens: int = 30) -> None:
+    """Nobody has lost a token."""
     for _ in range(1000):
         steps.step()
         if not steps.core.requests:
             break
+    assert {steps.tokens[str(number)] for number in range(20)} == {tokens}
+    assert steps.most == steps.core.max_num_active_reqs == PLACES
 
 
 def test_a_question_is_answered_by_the_first_step_of_a_full_engine_and_takes_nobodys_place(make: Make) -> None:
     steps = make()
     fill(steps)
     running = list(steps.core.running)
-    steps.add("check", prompt=16, max_tokens=1, check=True)
+    check(steps, 16)
     assert steps.step() == {"check": 16}
-    assert sorted(steps.step()) == ["0", "1", "2", "3"]
-    assert steps.tokens["check"] == 1
-    assert steps.core.running == running
+    assert sorted(steps.step()) == FULL
+    assert (steps.tokens["check"], steps.core.running) == (1, running)
     finish(steps)
-    assert steps.tokens == {**{str(number): 30 for number in range(20)}, "check": 1}
-    assert steps.most == steps.core.max_num_active_reqs == PLACES
     assert not any(request.num_preemptions for request in running)
 
 
 def test_a_question_longer_than_a_step_gets_as_many_as_it_needs(make: Make) -> None:
     steps = make()
     fill(steps)
-    steps.add("check", prompt=150, max_tokens=1, check=True)
+    check(steps, 150)
     assert [steps.step() for _ in range(3)] == [{"check": 64}, {"check": 64}, {"check": 22}]
     steps.step()
     assert steps.tokens["check"] == 1
     finish(steps)
-    assert set(steps.tokens.values()) == {1, 30}
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -572,12 +545,12 @@ def test_a_question_takes_blocks_from_the_request_that_vllm_would_take_them_from
     """Here the last: it came last, and is the least urgent. It is read again, and loses no token."""
     steps = make(blocks=1 + PLACES, scheduling_policy=policy)
     fill(steps, tokens=5)  # a block each, and none is left
-    first, *others, last = steps.core.running
-    steps.add("check", prompt=15, max_tokens=1, check=True, priority=1000)
+    running = list(steps.core.running)
+    check(steps, 15, priority=1000)
     assert steps.step() == {"check": 15}
-    assert [one.num_preemptions for one in (first, *others, last)] == [0, 0, 0, 1]
-    finish(steps)
-    assert steps.tokens == {**{str(number): 5 for number in range(20)}, "check": 1}
+    assert [one.num_preemptions for one in running] == [0, 0, 0, 1]
+    finish(steps, tokens=5)
+    assert steps.tokens["check"] == 1
 
 
 def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> None:
@@ -585,13 +558,13 @@ def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> N
 
     steps = make()
     fill(steps)
-    steps.add("given up", prompt=16, max_tokens=1, check=True)
+    check(steps, 16, "given up")
     steps.core.finish_requests("given up", RequestStatus.FINISHED_ABORTED)
-    assert sorted(steps.step()) == ["0", "1", "2", "3"]
+    assert sorted(steps.step()) == FULL
     steps.drain()
     for name in ("first", "second"):
-        steps.add(name, prompt=16, max_tokens=1, check=True)
+        check(steps, 16, name)
         assert steps.step() == {name: 16}
         steps.drain()
     finish(steps)
-    assert set(steps.tokens.values()) == {0, 1, 30}
+    assert [steps.tokens[name] for name in ("given up", "first", "second")] == [0, 1, 1]

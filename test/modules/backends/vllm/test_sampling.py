@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -48,21 +46,12 @@ def vllm_object(**fields: Any) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def test_output_is_final_only_whatever_was_passed() -> None:
-    from vllm.sampling_params import RequestOutputKind
-
-    for spec in (None, {}, {"max_tokens": 3, "n": 2}, vllm_object(), vllm_object(n=2)):
-        assert build(spec).output_kind is RequestOutputKind.FINAL_ONLY
-
-
 def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
     from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
+    plain: dict[str, Any] = {"temperature": 0.0, "stop": "x", "stop_token_ids": [3, 3], "bad_words": ["q"]}
     spec = vllm_object(
-        temperature=0.0,
-        stop="x",
-        stop_token_ids=[3, 3],
-        bad_words=["q"],
+        **plain,
         logit_bias={7: 1.5},
         logprobs=0,
         structured_outputs=StructuredOutputsParams(regex="a+"),
@@ -79,54 +68,58 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value"),
     [
-        ("logprobs", 5, r"SamplingParams\(logprobs=5\): a completion has the"),
-        ("logprobs", -1, r"SamplingParams\(logprobs=-1\): a completion has the"),
-        ("prompt_logprobs", 0, r"SamplingParams\(prompt_logprobs=0\): a completion has the"),
-        ("prompt_logprob_token_ids", [[1], [2]], "SamplingParams.prompt_logprob_token_ids=.*: a completion has the"),
+        ("logprobs", 5),
+        ("logprobs", -1),
+        ("prompt_logprobs", 0),
+        ("prompt_logprob_token_ids", [[1], [2]]),
         # what vLLM's core cannot read, which would end it
-        ("max_tokens", 1.5, r"^sampling_params: Expected .* at `\$\.max_tokens"),
-        ("logprobs", 0.0, r"^sampling_params: Expected .* at `\$\.logprobs"),
-        ("temperature", True, r"^sampling_params: Expected .* at `\$\.temperature"),
-        ("ignore_eos", "yes", r"^sampling_params: Expected .* at `\$\.ignore_eos"),
-        ("logit_bias", {1: "x"}, r"^sampling_params: Expected .* at `\$\.logit_bias"),
+        ("max_tokens", 1.5),
+        ("logprobs", 0.0),
+        ("temperature", True),
+        ("ignore_eos", "yes"),
+        ("logit_bias", {1: "x"}),
     ],
 )
-def test_what_no_completion_carries_or_no_engine_reads_is_refused_however_it_came(
-    wrap: Callable[..., Any], name: str, value: Any, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_none_carries_or_reads_is_refused_however_it_came(wrap: Callable[..., Any], name: str, value: Any) -> None:
+    dropped = rf"SamplingParams\({name}=.*\): a completion has the log-probs of its sampled tokens only"
+    unread = rf"^sampling_params: Expected .* at `\$\.{name}"
+    is_count = isinstance(value, int | list) and not isinstance(value, bool)
+    with pytest.raises(ValueError, match=dropped if is_count else unread):
         build(wrap(**{name: value}))
 
 
-def test_an_engine_that_reports_no_kept_tokens_gives_no_log_probs_over_a_part_of_the_vocabulary() -> None:
-    fields = {"top_k": 5}
-    silent = SamplingParamsBuilder(reports_kept=False)
-    with pytest.raises(ValueError, match=r"^top_k=.* leaves vocabulary entries out"):
-        silent({**fields, "logprobs": 0})
-    assert silent(fields).logprobs is None
+@pytest.mark.parametrize(
+    ("how", "fields", "words"),
+    [
+        ({}, {"top_k": 5}, "^top_k=.* leaves vocabulary entries out, and this engine does not say which"),
+        ({"logprobs_mode": "raw_logprobs"}, {"temperature": 0.7}, r"^temperature=0\.7, and .* of temperature 1"),
+        ({"logprobs_mode": "raw_logits"}, {}, "^logprobs=0, and this engine gives logits instead of log-probs"),
+        ({"logprobs_mode": "processed_logits"}, {}, "^logprobs=0, and this engine gives logits instead of log-probs"),
+    ],
+)
+def test_log_probs_are_of_the_distribution_that_is_sampled_from(how: Any, fields: Any, words: str) -> None:
+    builder = SamplingParamsBuilder(reports_kept=False, **how)
+    with pytest.raises(ValueError, match=f"{words}.*leave out .*, or logprobs|{words}.*Leave out .*, or logprobs"):
+        builder({**fields, "logprobs": 0})
+    assert builder(fields).logprobs is None
     assert build({**fields, "logprobs": 0}).logprobs == 0
 
 
-def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
-    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
-    assert not build({}).skip_reading_prefix_cache
+def test_what_is_built_is_final_and_new_for_each_value() -> None:
+    """A batch shares its parameters; an address that is used again is not taken for the old value."""
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-
-@pytest.mark.parametrize(
-    ("mode", "temperature", "words"),
-    [
-        ("raw_logprobs", 0.7, r"^temperature=0\.7, and this engine's log-probs are of temperature 1"),
-        ("raw_logits", 1.0, r"^logprobs=0, and this engine gives logits instead of log-probs"),
-        ("processed_logits", 1.0, r"^logprobs=0, and this engine gives logits instead of log-probs"),
-    ],
-)
-def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, temperature: float, words: str) -> None:
-    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode=mode)
-    with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
-        builder({"temperature": temperature, "logprobs": 0})
-    assert builder({"temperature": temperature}).logprobs is None
+    builder = SamplingParamsBuilder(reads_cache=False)
+    for max_tokens in range(1, 200):
+        assert builder({"max_tokens": max_tokens}).max_tokens == max_tokens
+    assert builder({}).skip_reading_prefix_cache is True
+    for spec in (None, {}, {"n": 2}, vllm_object(n=2)):
+        assert build(spec).output_kind is RequestOutputKind.FINAL_ONLY  # whatever was passed
+        assert not build(spec).skip_reading_prefix_cache
+    for options in ({"regex": "a+"}, StructuredOutputsParams(regex="a+")):
+        assert build({"max_tokens": 4}, options).structured_outputs.regex == "a+"
 
 
 def test_more_bad_words_than_the_engine_has_room_for_are_refused() -> None:
@@ -142,24 +135,7 @@ def test_more_bad_words_than_the_engine_has_room_for_are_refused() -> None:
         check(*map(str, range(200)))
 
 
-def test_guided_options_become_structured_outputs() -> None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    for options in ({"regex": "a+"}, StructuredOutputsParams(regex="a+")):
-        structured = build({"max_tokens": 4}, options).structured_outputs
-        assert structured is not None
-        assert structured.regex == "a+"
-
-
-def test_an_address_that_is_used_again_is_not_taken_for_the_old_value() -> None:
-    builder = SamplingParamsBuilder()
-    for max_tokens in range(1, 200):
-        assert builder({"max_tokens": max_tokens}).max_tokens == max_tokens
-
-
 # -- masks of kept tokens; those of a real engine are in test_truncated_sampling.py ------------------------------------
-
-
 WORDS = 9
 
 
@@ -215,29 +191,21 @@ def test_masks_of_a_step() -> None:
     """Few words are named, many by those that were left out, all not at all; nor is what nobody wants."""
     runner = Runner([5, 7], [0, 1, 2, 3, 4, 5, 6, 8], ALL, [2, 3, 4], [1])
     cuts: dict[str, Any] = {"top_p": 0.9}
-    assert said(runner, cuts, {"bad_words": ["x"]}, {"min_p": 0.1}, {}, {**cuts, "logprobs": None}) == [
-        [[5, 7]],
-        [[~7]],
-        [[]],
-        [[]],
-        [[]],
-    ]
-
-
-@pytest.mark.parametrize("params", [{}, {"top_k": 0}, {"temperature": 0.3}, {"top_p": 0.5, "logprobs": None}])
-def test_a_step_in_which_nothing_can_be_left_out_computes_none(params: dict[str, Any]) -> None:
-    assert said(Runner(ALL), params) is None
-
-
-def test_several_tokens_of_a_request_are_one_list_each() -> None:
-    """As under speculative decoding."""
+    found = said(runner, cuts, {"bad_words": ["x"]}, {"min_p": 0.1}, {}, {**cuts, "logprobs": None})
+    assert found == [[[5, 7]], [[~7]], [[]], [[]], [[]]]
+    # under speculative decoding a request has several tokens
     runner = Runner([5, 7], [1, 2, 3, 4, 5, 6, 7, 8], [3], [0], rows_per_request=2)
     assert said(runner, {"top_k": 2}, {"top_k": 2}, num_sampled=[2, 1]) == [[[5, 7], [~0]], [[3]]]
 
 
+def test_a_step_in_which_nothing_can_be_left_out_computes_none_and_a_mask_needs_no_top_k() -> None:
+    for params in ({}, {"top_k": 0}, {"temperature": 0.3}, {"top_p": 0.5, "logprobs": None}):
+        assert said(Runner(ALL), params) is None
+    engine: Any = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
+    assert [lift_top_k_rule(engine), lift_top_k_rule(engine)] == [True, False]  # vLLM's frontend has the rule
+
+
 # -- scores of prompts -------------------------------------------------------------------------------------------------
-
-
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "extra_args": {"mine": 1}}
 LOGITS = torch.tensor([[0.0, 2.0, 4.0, -2.0], [1.0, 1.0, 1.0, 1.0]])
 KEPT = KeptIds(np.array([1, 2, 0], np.int32), np.array([0, 0, 2, -1, 0], np.int32))
@@ -251,18 +219,17 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert params.routed_experts_prompt_start == 3  # nobody asked for them
     assert params.extra_args == {"mine": 1}  # at temperature 1, over all words, there is nothing to adjust
     assert (asked.prompt_logprob_token_ids, asked.extra_args) == (None, {"mine": 1})
+    assert scoring_params(asked, Scoring(), np.array([5, 6])).prompt_logprob_token_ids.tolist() == [[6]]
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
     for params in (asked, SimpleNamespace(extra_args=None)):
         assert adjusted(LOGITS, params, 0) is LOGITS
 
 
-@pytest.mark.parametrize("values", [[-1.0, -0.5], []])
-def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -> None:
-    scores = prompt_logprobs(np.array(values)[:, None] if values else None, len(values) + 1)
-    assert scores is not None
-    assert scores.dtype == np.float32
-    assert math.isnan(scores[0])
-    assert scores[1:].tolist() == values
+def test_scores_are_read_with_nothing_for_the_first_token() -> None:
+    scores = prompt_logprobs(np.array([[-1.0], [-0.5]]), 3)
+    assert scores is not None and scores.dtype == np.float32
+    assert math.isnan(scores[0]) and scores[1:].tolist() == [-1.0, -0.5]
+    assert np.isnan(prompt_logprobs(None, 1)).tolist() == [True]
     assert prompt_logprobs(None, 3) is None  # a prompt that was cut
 
 
@@ -318,28 +285,8 @@ def test_each_request_of_a_step_is_scored_by_its_own_temperature_and_words(monke
 
 
 # -- parts of an answer put together -----------------------------------------------------------------------------------
-
-
 P = 4  # prompt tokens
 KEEP_IT: dict[str, Any] = {"include_stop_str_in_output": True}
-
-
-@dataclass
-class Params:
-    n: int = 3
-    max_tokens: int | None = 10
-    min_tokens: int = 0
-    seed: int | None = None
-    stop: Any = None
-    detokenize: bool = True
-    include_stop_str_in_output: bool = False
-    routed_experts_prompt_start: int = 0
-    presence_penalty: float = 0.0
-    structured_outputs: Any = None
-    bad_words: Any = None
-
-    def clone(self) -> Params:
-        return copy.copy(self)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -348,7 +295,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def part(raw: bytes, start: int, version: int, reason: str = "length", text: str | None = None) -> CompletionOutput:
-    """An answer's tokens ``start`` to ``start + len(raw)``; log-prob and row of each say its place."""
+    """Tokens ``start`` to ``start + len(raw)`` of an answer; log-prob and row say the place, kept ids the token."""
     places = np.arange(start, start + len(raw))
     rows = places + P - 1 if start else np.arange(P + len(raw) - 1)
     return CompletionOutput(
@@ -359,6 +306,7 @@ def part(raw: bytes, start: int, version: int, reason: str = "length", text: str
         policy_versions=np.full(len(raw), version, np.int32),
         logprobs=-places.astype(np.float32),
         routed_experts=rows[:, None, None].astype(np.uint8),
+        kept=KeptIds(np.array(list(raw), np.int32), np.ones(len(raw), np.int32)),
     )
 
 
@@ -395,29 +343,19 @@ def test_two_parts_of_an_answer_are_what_it_would_have_been(
     params: dict[str, Any], first: bytes, rest: bytes, vllms: tuple[str, Any], raw: bytes, text: str, reason: str
 ) -> None:
     one, two = part(first, 0, 3, "abort"), part(rest, len(first), 4, *vllms)
-    output = join(2, one, two, Params(**params), decode)
+    output = join(2, one, two, vllm_object(**params), decode)
     check(output, raw, text, len(first), reason)
     if reason == "stop" and vllms[0] == "length":
         assert output.stop_reason in ("STOP", "bc")
 
 
 def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: str) -> None:
-    assert output.index == 2
-    assert bytes(output.token_ids.tolist()) == raw
-    assert output.text == text
+    assert (output.index, bytes(output.token_ids.tolist()), output.text) == (2, raw, text)
     assert output.finish_reason == reason
     assert output.policy_versions.tolist() == [3] * first + [4] * (len(raw) - first)
     assert output.logprobs.tolist() == [-place for place in range(len(raw))]
     assert output.routed_experts[:, 0, 0].tolist() == list(range(P + len(raw) - 1))
-
-
-def test_words_past_a_stop_string_fall_away() -> None:
-    one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
-    one.kept = KeptIds(np.array([5], np.int32), np.array([0] * 6 + [1], np.int32))
-    two.kept = KeptIds(np.array([6, 7, 8], np.int32), np.array([1, 0, -2, 0, 0], np.int32))
-    kept = join(2, one, two, Params(stop="STOP"), decode).kept
-    assert kept is not None
-    assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
+    assert (output.kept.ids.tolist(), output.kept.sizes.tolist()) == (list(raw), [1] * len(raw))
 
 
 ROWS = np.full((3, 2, 2), 1, np.int8)
@@ -446,44 +384,36 @@ def test_a_rest_follows_what_was_recorded_and_else_what_the_user_gave(recorded: 
 def test_an_answer_says_the_worst_of_how_it_was_read_again(before: Any, now: Any, after: Any, whole: str) -> None:
     first, rest = part(b"ab", 0, 1), part(b"cd", 2, 2)
     first.resume, rest.resume = before, after
-    assert join(0, first, rest, Params(), decode, now).resume == whole
+    assert join(0, first, rest, vllm_object(), decode, now).resume == whole
 
 
 def test_a_rest_that_was_cut_before_its_first_token_leaves_the_first_part_as_it_was() -> None:
     one, nothing = part(b"abc", 0, 3, "abort"), part(b"", 3, 4, "abort")
     nothing.routed_experts = nothing.logprobs = None  # as vLLM gives it
-    check(join(2, one, nothing, Params(stop="c"), decode), b"abc", "abc", 3, "abort")
+    check(join(2, one, nothing, vllm_object(stop="c"), decode), b"abc", "abc", 3, "abort")
 
 
 def test_the_rest_is_asked_for_with_what_is_left() -> None:
-    params = Params(max_tokens=10, min_tokens=4, seed=100, stop="x")
+    params = vllm_object(n=3, max_tokens=10, min_tokens=4, seed=100, stop="x")
     rest = sampling_for_rest(params, 2, P, part(b"abc", 0, 3), decode)
-    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 102, "x")
+    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 102, ["x"])
     assert rest.routed_experts_prompt_start == P + 2
     assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
     rest = sampling_for_rest(params, 0, P, part(b"\xc3", 0, 3), decode)  # cut inside a character: without a text
     assert (rest.detokenize, rest.stop) == (False, None)
+    for limit in (2, 3):
+        params = vllm_object(max_tokens=limit)
+        with pytest.raises(ValueError, match=f"answer 1 to resume has 3 tokens already: max_tokens={limit} must be "):
+            sampling_for_rest(params, 1, P, part(b"abc", 0, 3), decode)
 
 
-@pytest.mark.parametrize("limit", [2, 3])
-def test_an_answer_that_has_all_its_tokens_is_not_gone_on_with(limit: int) -> None:
-    said = f"answer 1 to resume has 3 tokens already: max_tokens={limit} must be larger"
-    with pytest.raises(ValueError, match=said):
-        sampling_for_rest(Params(max_tokens=limit), 1, P, part(b"abc", 0, 3), decode)
+def test_what_depends_on_where_the_answer_began_cannot_be_continued() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
 
-
-@pytest.mark.parametrize(
-    ("params", "can"),
-    [
-        (Params(), True),
-        (Params(stop=["x"], seed=3), True),
-        (Params(structured_outputs={"regex": "a"}), False),
-        (Params(presence_penalty=0.1), False),
-        (Params(bad_words=["two words"]), False),
-    ],
-)
-def test_what_depends_on_where_the_answer_began_cannot_be_continued(params: Params, can: bool) -> None:
-    assert can_continue(params) is can
+    assert can_continue(vllm_object(stop=["x"], seed=3, temperature=0.5))
+    grammar: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(regex="a")}
+    for stateful in (grammar, {"presence_penalty": 0.1}, {"bad_words": ["two words"]}):
+        assert not can_continue(vllm_object(**stateful))
 
 
 BAD_OPTIONS: tuple[Any, ...] = ({"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+")
@@ -504,9 +434,3 @@ def test_what_vllm_does_not_know_is_refused(spec: Any, options: Any, error: type
     with pytest.raises(error, match=message) as caught:
         build(spec, options)
     assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
-
-
-def test_the_frontend_asks_for_no_top_k() -> None:
-    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
-    assert lift_top_k_rule(engine) is True
-    assert lift_top_k_rule(engine) is False

@@ -18,6 +18,7 @@ from torch import Tensor
 from support.engines import EngineShelf, start_engine
 from support.families import FAMILIES, REFUSED, is_absent
 from support.reference import TOLERANCE
+from support.routes import rows_at_random
 from support.served_families import SERVED, Served, engine_arguments, save_served
 from support.versions import random_ids
 from torchrl_moe.data import RoutingLayout
@@ -25,7 +26,7 @@ from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, RouterReplay, bisect_mismatch
 from torchrl_moe.modules.backends.replica import Completion
 
-ELSEWHERE = {"qwen3_moe", "mixtral", "olmoe", "deepseek_v3"}  # in test_forced_routing.py
+ELSEWHERE = {"qwen3_moe", "mixtral", "olmoe", "deepseek_v3"}  # in test_real_engine.py
 PARAMS = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True}
 ONCE = FaultPolicy(restart=False, attempts=1)
 ROUNDED = 0.05
@@ -95,14 +96,6 @@ def generate(engine: AsyncVLLM, rows: Any) -> list[Completion]:
     return done
 
 
-def some_rows(layout: RoutingLayout, count: int) -> NDArray[Any]:
-    rng = np.random.default_rng(count)
-    rows = np.full((count, layout.num_layers, layout.top_k), -1, layout.numpy_dtype)
-    for layer in layout.moe_layers:
-        rows[:, layer] = rng.permuted(np.tile(np.arange(layout.num_experts), (count, 1)), axis=1)[:, : layout.top_k]
-    return rows
-
-
 def recorded(completion: Completion, layout: RoutingLayout) -> NDArray[np.int64]:
     """What the engine recorded, -1 in layers without a router."""
     rows = completion.outputs[0].routed_experts
@@ -123,7 +116,7 @@ def test_a_family_follows_experts_that_it_would_not_choose(
     replay = RouterReplay(family.model)
     assert replay.layers == layout.moe_layers
     replay.remove()
-    rows = [some_rows(layout, 40), some_rows(layout, 9)]
+    rows = [rows_at_random(layout, 40), rows_at_random(layout, 9)]
     completions = generate(engine, rows)
     routes = [recorded(completion, layout) for completion in completions]
     assert all(np.array_equal(made[: len(one)], one) for made, one in zip(routes, rows, strict=True))
@@ -156,7 +149,7 @@ def test_a_family_that_cannot_follow_says_by_what_name(
     assert layout is not None
     check_live(served, family, engine)
     with pytest.raises(RequestRefusedError, match=served.why):
-        generate(engine, [some_rows(layout, 40), None])
+        generate(engine, [rows_at_random(layout, 40), None])
 
 
 @pytest.mark.parity

@@ -50,9 +50,8 @@ class Model(nn.Module):
             if name == self.break_at:
                 self.break_at = None
                 raise MemoryError(name)
-            parameter = parameters[name]
-            loader = getattr(parameter, "weight_loader", lambda p, w: p.data.copy_(w))
-            loader(parameter, tensor)
+            loader = getattr(parameters[name], "weight_loader", lambda p, w: p.data.copy_(w))
+            loader(parameters[name], tensor)
 
 
 def values(start: float) -> dict[str, Tensor]:
@@ -85,12 +84,22 @@ def store(tmp_path: Path) -> WeightStoreWriter:
 @pytest.fixture
 def worker(model: Model, store: WeightStoreWriter) -> Any:
     """The engine of one worker, its transport open."""
-    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
+    made = weight_engine(model)
+    open_memmap(made, store)
+    return made
+
+
+def weight_engine(model: Model) -> Any:
+    from torchrl_moe.modules.backends.vllm.worker import WeightEngine
 
     config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
-    worker = WeightEngine(SimpleNamespace(), config, torch.device("cpu"), model)
-    worker.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
-    return worker
+    return WeightEngine(SimpleNamespace(), config, torch.device("cpu"), model)
+
+
+def open_memmap(worker: Any, store: WeightStoreWriter, transport: str = "memmap") -> None:
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo
+
+    worker.init_transfer_engine(InitInfo(transport=transport, options={"folder": str(store.folder)}))
 
 
 def receive(worker: Any, version: int) -> None:
@@ -105,33 +114,40 @@ def load(worker: Any, version: int) -> None:
     worker.finish_weight_update()
 
 
-def test_versions_are_loaded_into_the_tensors_that_are_there(
-    worker: Any, model: Model, store: WeightStoreWriter
-) -> None:
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    for version in (1, 2, 3):
-        store.publish(values(10.0 * version).items(), version)
-        load(worker, version)
-        assert same(weights_of(model), values(10.0 * version))
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+def begin(worker: Any, manifest: Manifest) -> bool:
+    began: bool = worker.stage(manifest.to_json(), verify=False, threads=1)
+    return began
+
+
+def finished(worker: Any) -> dict[str, Any]:
+    until(lambda: not worker.staged()["running"])
+    return dict(worker.staged())
 
 
 @pytest.mark.parametrize("place", ["first.a", "first.b", "second.a", "second.b"])
-def test_a_load_that_broke_off_anywhere_is_made_good_by_the_next(
+def test_a_load_that_broke_off_anywhere_is_made_good_by_the_next_in_the_tensors_that_are_there(
     worker: Any, model: Model, store: WeightStoreWriter, place: str
 ) -> None:
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     store.publish(values(1.0).items(), 1)
     load(worker, 1)
+    assert same(weights_of(model), values(1.0))
     store.publish(values(5.0).items(), 2)
     model.break_at = place
     worker.start_weight_update()
     with pytest.raises(MemoryError, match=place):
         receive(worker, 2)
     assert not worker.whole
+    model.stop_at = "second.a"  # it stops reading, and says nothing
+    worker.start_weight_update()
+    with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 2"):
+        receive(worker, 2)
+    model.stop_at = None
     store.publish(values(5.0).items(), 4)  # its slot is free
     load(worker, 4)
     assert worker.whole
     assert same(weights_of(model), values(5.0))
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
 
 
 @pytest.mark.parametrize("why", ["no such version", "no tensor is taken"])
@@ -159,23 +175,15 @@ def test_a_load_that_fails_before_its_first_tensor_leaves_the_model_whole_and_ol
     assert same(weights_of(model), values(1.0))
 
 
-def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: WeightStoreWriter) -> None:
-    store.publish(values(1.0).items(), 1)
-    model.stop_at = "second.a"
-    worker.start_weight_update()
-    with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 1"):
-        receive(worker, 1)
-
-
-def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
-    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
-
+def test_a_transport_must_be_known_and_open(worker: Any, model: Model, store: WeightStoreWriter) -> None:
     with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; the worker has 'memmap'"):
-        worker.init_transfer_engine(InitInfo(transport="carrier pigeon", options={}))
-    fresh = WeightEngine(SimpleNamespace(), worker.vllm_config, torch.device("cpu"), model)
+        open_memmap(worker, store, "carrier pigeon")
+    fresh = weight_engine(model)
     fresh.start_weight_update()
     with pytest.raises(RuntimeError, match="the weight transport is not initialised"):
         receive(fresh, 1)
+    with pytest.raises(RuntimeError, match="nothing was staged"):
+        fresh.staged()
 
 
 def test_on_cpu_packed_kernels_are_dropped_and_come_back_where_nothing_was_loaded(worker: Any, model: Model) -> None:
@@ -199,46 +207,22 @@ def test_more_of_vllms_models_are_bitwise_what_a_start_would_have_made() -> None
 
 
 # -- staging ----------------------------------------------------------------------------------------------------------
-
-
-def begin(worker: Any, manifest: Manifest) -> bool:
-    began: bool = worker.stage(manifest.to_json(), verify=False, threads=1)
-    return began
-
-
-def finished(worker: Any) -> dict[str, Any]:
-    until(lambda: not worker.staged()["running"])
-    return dict(worker.staged())
-
-
-def test_staging_fetches_and_only_a_load_changes_the_model(worker: Any, model: Model, store: WeightStoreWriter) -> None:
-    with pytest.raises(RuntimeError, match="nothing was staged"):
-        worker.staged()
-    for version in (1, 2, 3):
-        before = weights_of(model)
-        assert begin(worker, store.publish(values(10.0 * version).items(), version))
-        report = finished(worker)
-        assert (report["error"], worker.whole) == (None, True)
-        assert same(weights_of(model), before)
-    load(worker, 3)
-    assert same(weights_of(model), values(30.0))
-
-
-def test_a_staging_that_failed_leaves_the_old_weights_and_the_next_is_good(
+def test_staging_fetches_and_only_a_load_changes_the_model(
     worker: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch(*_: Any, **__: Any) -> str:
         raise DigestMismatch("bytes of first.a")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(MemmapReceiver, "fetch", fetch)
-        assert begin(worker, store.publish(values(10.0).items(), 1))
-        assert finished(worker)["error"] == "DigestMismatch: bytes of first.a"
-    assert same(weights_of(model), {name: torch.zeros(4) for name in values(0.0)})
-    assert begin(worker, store.publish(values(20.0).items(), 2))
-    assert finished(worker)["error"] is None
-    load(worker, 2)
-    assert same(weights_of(model), values(20.0))
+    before = weights_of(model)
+    for version, error in ((1, None), (2, "DigestMismatch: bytes of first.a"), (3, None)):
+        with monkeypatch.context() as patched:
+            if error:
+                patched.setattr(MemmapReceiver, "fetch", fetch)
+            assert begin(worker, store.publish(values(10.0 * version).items(), version))
+            assert (finished(worker)["error"], worker.whole) == (error, True)
+        assert same(weights_of(model), before)
+    load(worker, 3)
+    assert same(weights_of(model), values(30.0))
 
 
 def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
@@ -256,43 +240,39 @@ def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
     monkeypatch.setattr(MemmapReceiver, "fetch", fetch)
     one, again = (store.publish(values(1.0).items(), version) for version in (1, 2))
     assert one.digest == again.digest
-    for _ in range(3):
-        assert begin(worker, one)
+    assert [begin(worker, one) for _ in range(3)] == [True] * 3
     assert started.wait(60.0)
     release.set()
-    report = finished(worker)
-    assert (report["error"], fetches) == (None, [1])
+    assert (finished(worker)["error"], fetches) == (None, [1])
     release.clear()
-    assert begin(worker, one)
-    for wanted in (again, one):  # another number, and one that was given up
-        assert not begin(worker, wanted)
+    # another number, and one that was given up
+    assert [begin(worker, wanted) for wanted in (one, again, one)] == [True, False, False]
     release.set()
     finished(worker)
     assert fetches == [1, 1]
     assert begin(worker, again)
     finished(worker)
     assert fetches == [1, 1, 2]
+    # one is not left to a transport that was closed
+    release.clear()
+    assert begin(worker, one)
+    open_memmap(worker, store)
+    assert not begin(worker, one)
+    release.set()
+    finished(worker)
 
 
 # -- the extension -----------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_is_loaded_and_its_modules_that_are_not_adapted_are_named() -> None:
     loras = {"layers.0.attn.qkv_proj": 0, "layers.0.mlp.up_proj": 0, "layers.1.experts.base_layer": 0, "lm_head": 0}
     adapters: dict[int, Any] = {}
-    manager = SimpleNamespace(
-        list_adapters=lambda: adapters,
-        modules={"layers.0.attn.qkv_proj": 0, "layers.1.experts": 0},
-    )
+    modules = {"layers.0.attn.qkv_proj": 0, "layers.1.experts": 0}
+    manager = SimpleNamespace(list_adapters=lambda: adapters, modules=modules)
     worker = WorkerExtension()
     worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
     worker.add_lora = lambda lora: bool(adapters.update({lora.lora_int_id: SimpleNamespace(loras=loras)}))
     fields = {"lora_name": "tiny", "lora_int_id": 7, "lora_path": "somewhere"}
     assert worker.torchrl_moe_load_adapter(fields) == ["layers.0.mlp.up_proj", "lm_head"]
-
-
-def told(frames: list[bytes]) -> Any:
-    return link.decode(frames)
 
 
 def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:
@@ -303,12 +283,14 @@ def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> No
     def check(saved: Any, model: torch.nn.Linear) -> dict[str, float]:
         return {name: (model.get_parameter(name) - tensor).abs().sum().item() for name, tensor in saved.items()}
 
-    ask = cloudpickle.dumps(check)
-    assert told(worker.torchrl_moe_validate(ask)) == {}  # nothing was saved yet
+    def said() -> Any:
+        return link.decode(worker.torchrl_moe_validate(cloudpickle.dumps(check)))
+
+    assert said() == {}  # nothing was saved yet
     assert worker.torchrl_moe_save_params() == 2
     with torch.no_grad():
         model.bias += 3.0
-    assert told(worker.torchrl_moe_validate(ask)) == {"weight": 0.0, "bias": 3.0}
+    assert said() == {"weight": 0.0, "bias": 3.0}
 
 
 @pytest.mark.parametrize("place", ["cpu_worker.CPUWorker", "gpu_worker.Worker"])
@@ -321,7 +303,6 @@ def test_it_shares_no_name_with_vllms_workers_which_vllm_would_refuse(place: str
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------
-
 RELOADED = ("qwen3_moe:tied", "deepseek_v3:bf16")
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM has its own kernels here")
 
@@ -389,31 +370,10 @@ def test_vllms_models_are_bitwise_what_a_start_would_have_made(installed: dict[s
 
 @ON_CPU
 def test_the_kernels_are_installed_once_and_lightly_and_leave_v1_alone(installed: dict[str, Any]) -> None:
+    """Others fail with their names, in modules that were imported before that, and in those that come later."""
     assert [installed[name] for name in ("light", "v1", "v2", "ours", "again")] == [True, False, True, True, True]
     assert installed["not_kernels"] == ["vllm.v1.worker.gpu.input_batch", "vllm.v1.worker.gpu.sample.gumbel"]
-
-
-@ON_CPU
-@pytest.mark.parametrize(
-    ("when", "kernel"),
-    [("early", "cp_utils._dcp_local_seq_lens_kernel"), ("late", "mm.rope._prepare_rope_positions_kernel")],
-)
-def test_another_kernel_fails_with_its_name(installed: dict[str, Any], when: str, kernel: str) -> None:
-    """In a module that was imported before the kernels were installed, and in one that is imported later."""
-    assert f"vLLM's Triton kernel vllm.v1.worker.gpu.{kernel} has no CPU version in torchrl_moe" in installed[when]
-    assert "run on a GPU" in installed[when]
-
-
-def test_a_version_is_not_left_to_a_transport_that_was_given_up(
-    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchrl_moe.modules.backends.vllm.worker import InitInfo
-
-    release = threading.Event()
-    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
-    version = store.publish(values(1.0).items(), 1)
-    assert begin(worker, version)
-    worker.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
-    assert not begin(worker, version)
-    release.set()
-    finished(worker)
+    others = {"early": "cp_utils._dcp_local_seq_lens_kernel", "late": "mm.rope._prepare_rope_positions_kernel"}
+    for when, kernel in others.items():
+        assert f"vLLM's Triton kernel vllm.v1.worker.gpu.{kernel} has no CPU version in torchrl_moe" in installed[when]
+        assert "run on a GPU" in installed[when]
