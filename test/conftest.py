@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.clusters import ClusterHolder
-    from support.engines import EngineShelf, EngineSpec
+    from support.engines import EngineShelf
     from support.versions import Versions
     from torchrl_moe.modules import AsyncVLLM
 
@@ -38,24 +38,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_engine_order)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _engine_order(item) == "")
+    without_vllm, gpu = importlib.util.find_spec("vllm") is None, []
     for item in items:
-        if item.get_closest_marker("needs_vllm") and importlib.util.find_spec("vllm") is None:
+        if without_vllm and item.get_closest_marker("needs_vllm"):
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu:
-        return
-    import torch  # asked only if such a test was collected
+        gpu += [item] if item.get_closest_marker("gpu") else []
+    if gpu:
+        import torch  # asked only if such a test was collected
 
-    if not torch.cuda.is_available():
-        for item in gpu:
+        for item in gpu if not torch.cuda.is_available() else ():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported lives to the end: with all test files, a million objects, which each full collection reads.
+    """What was imported lives to the end: a million objects, which each full collection would read for a second.
 
-    That takes a second. Frozen, they are passed over by the collections that tests set off or ask for. Python's own end
-    collects all, or extension modules call what is left a leak.
+    Python's own end collects all, or extension modules call what is left a leak.
     """
     gc.freeze()
     gc.enable()
@@ -81,14 +79,6 @@ def _engine_order(item: pytest.Item) -> str:
     # last on an engine: what changes its weights, and so its version
     last = any(word in str(item.path.relative_to(item.config.rootpath)) for word in ("weight", "trainer"))
     return f"engine {marker.args} {sorted(marker.kwargs.items())} {last}"
-
-
-def _spec(request: pytest.FixtureRequest) -> EngineSpec:
-    from support.engines import EngineSpec
-
-    marker = request.node.get_closest_marker("engine")
-    assert marker is not None, "mark the test: @pytest.mark.engine(family, num_replicas=..., **engine_arguments)"
-    return EngineSpec.of(*marker.args, **marker.kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +154,12 @@ def ray_pair(request: pytest.FixtureRequest, ray_cluster: ClusterHolder, shelf: 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, shelf: EngineShelf, clusters: ClusterHolder) -> AsyncVLLM:
     """The shared engine that the test's ``engine`` marker describes. Leave it as you found it."""
+    from support.engines import EngineSpec
+
+    marker = request.node.get_closest_marker("engine")
+    assert marker is not None, "mark the test: @pytest.mark.engine(family, num_replicas=..., **engine_arguments)"
     clusters.clear()
-    return shelf.get(_spec(request))
+    return shelf.get(EngineSpec.of(*marker.args, **marker.kwargs))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -22,17 +22,10 @@ def routes(*rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[[-1, -1], *row] for row in rows], dtype=torch.int8)
 
 
-def refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=words) as caught:
-        call()
-    assert caught.type is error
-
-
-ONES = {
-    dtype: torch.zeros(1, dtype=dtype) for dtype in (torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
-}
+INT8, UINT8, INT64, BOOL = (torch.zeros(1, dtype=kind) for kind in (torch.int8, torch.uint8, torch.int64, torch.bool))
+UINT16 = np.ones(1, np.uint16)
 A, B = torch.zeros(2, 3), torch.zeros(2, 4)
-DO = {"hint": "Do this."}
+DO: dict[str, Any] = {"hint": "Do this."}
 
 
 def test_what_fits_passes() -> None:
@@ -40,78 +33,59 @@ def test_what_fits_passes() -> None:
     _checks.check_rank("x", np.zeros(()), 0)
     _checks.check_same_shape({"a": A, "b": np.zeros((2, 3))})
     _checks.check_same_shape({})
-    for dtype in (torch.uint8, torch.uint16, torch.int8, torch.int64):
-        _checks.check_integer("x", ONES[dtype])
-    _checks.check_integer("x", ONES[torch.int8], signed=True)
-    for kind in (np.uint8, np.int32):
-        _checks.check_integer("x", np.zeros(1, dtype=kind))
+    for value in (UINT8, torch.zeros(1, dtype=torch.uint16), INT8, INT64, UINT16, np.zeros(1, np.int32)):
+        _checks.check_integer("x", value)
+    _checks.check_integer("x", INT8, signed=True)
     _checks.check_floating("x", torch.zeros(1, dtype=torch.bfloat16))
     _checks.check_rows("x", 3, 3)
     _checks.check_route_dtype("x", torch.int8, torch.int8, 64)
 
 
+DTYPES = ("x", torch.uint8, torch.int8, 64)
+SHAPE, VALUE = {"error": RouteShapeError, **DO}, {"error": RouteValueError, "signed": True, **DO}
+
+
 @pytest.mark.parametrize(
-    ("error", "words", "call"),
+    ("error", "words", "check", "given", "options"),
     [
-        (ValueError, r"x must have 1 dimension, got 2", lambda: _checks.check_rank("x", A, 1)),
-        (
-            RouteShapeError,
-            r"3 dimensions, got 1: shape \[1\]\. Do this\.$",
-            lambda: _checks.check_rank("x", ONES[torch.int8], 3, error=RouteShapeError, hint="Do this."),
-        ),
-        (ValueError, "x .* integer dtype, got torch.bool", lambda: _checks.check_integer("x", ONES[torch.bool])),
-        (ValueError, "x .* integer dtype, got torch.float32", lambda: _checks.check_integer("x", A)),
-        (
-            RouteValueError,
-            r"x .* signed integer dtype, got uint16\. Do this\.$",
-            lambda: _checks.check_integer("x", np.ones(1, np.uint16), signed=True, error=RouteValueError, **DO),
-        ),
-        (ValueError, "signed .* torch.uint8", lambda: _checks.check_integer("x", ONES[torch.uint8], signed=True)),
-        (ValueError, "x .* floating .* torch.int64", lambda: _checks.check_floating("x", ONES[torch.int64])),
-        (RouteShapeError, "x must have 1 row, got 2", lambda: _checks.check_rows("x", 2, 1)),
-        (RouteShapeError, r"x must have 4 rows, got 2\. Do this\.$", lambda: _checks.check_rows("x", 2, 4, **DO)),
-        (
-            RouteValueError,
-            r"torch.int8 for 64 experts, got torch.uint8.*RoutedExperts.from_vllm",
-            lambda: _checks.check_route_dtype("x", torch.uint8, torch.int8, 64),
-        ),
-        (
-            ValueError,
-            r"got a \[2, 3\], b \[2, 4\], c \[2, 3\]",
-            lambda: _checks.check_same_shape({"a": A, "b": B, "c": A}),
-        ),
+        (ValueError, r"x must have 1 dimension, got 2", "rank", ("x", A, 1), {}),
+        (RouteShapeError, r"3 dimensions, got 1: shape \[1\]\. Do this\.$", "rank", ("x", INT8, 3), SHAPE),
+        (ValueError, "x .* integer dtype, got torch.bool", "integer", ("x", BOOL), {}),
+        (ValueError, "x .* integer dtype, got torch.float32", "integer", ("x", A), {}),
+        (RouteValueError, r"x .* signed integer dtype, got uint16\. Do this\.$", "integer", ("x", UINT16), VALUE),
+        (ValueError, "signed .* torch.uint8", "integer", ("x", UINT8), {"signed": True}),
+        (ValueError, "x .* floating .* torch.int64", "floating", ("x", INT64), {}),
+        (RouteShapeError, "x must have 1 row, got 2", "rows", ("x", 2, 1), {}),
+        (RouteShapeError, r"x must have 4 rows, got 2\. Do this\.$", "rows", ("x", 2, 4), DO),
+        (RouteValueError, "int8 for 64 experts, got torch.uint8.*from_vllm", "route_dtype", DTYPES, {}),
+        (ValueError, r"got a \[2, 3\], b \[2, 4\], c \[2, 3\]", "same_shape", ({"a": A, "b": B, "c": A},), {}),
     ],
 )
-def test_what_does_not_fit_is_refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
-    refused(error, words, call)
-
-
-Shape = tuple[int, ...]
-Expected = tuple[int | str | EllipsisType, ...]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((2, 3), (2, 3)), ((2, 3), ("T", 3)), ((3,), (..., 3)), ((7, 2, 3), (..., "T", 3)), ((), ()), ((5,), (...,))],
-)
-def test_a_fitting_shape_passes(shape: Shape, expected: Expected) -> None:
-    _checks.check_shape("x", shape, expected)
+def test_what_does_not_fit_is_refused(error: Any, words: str, check: str, given: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=words) as caught:
+        getattr(_checks, f"check_{check}")(*given, **options)
+    assert caught.type is error
 
 
 @pytest.mark.parametrize(
     ("shape", "expected", "wanted"),
     [
-        ((2, 3), (2, 4), "[2, 4]"),
-        ((2, 3), ("T", 4), "[T, 4]"),
-        ((3,), ("T", 3), "[T, 3]"),
-        ((1, 2, 3), ("T", 3), "[T, 3]"),
-        ((3,), (..., "T", 3), "[..., T, 3]"),
+        *[((2, 3), (2, 3), ""), ((2, 3), ("T", 3), ""), ((3,), (..., 3), ""), ((7, 2, 3), (..., "T", 3), "")],
+        *[((), (), ""), ((5,), (...,), "")],
+        *[((2, 3), (2, 4), "[2, 4]"), ((2, 3), ("T", 4), "[T, 4]"), ((3,), ("T", 3), "[T, 3]")],
+        *[((1, 2, 3), ("T", 3), "[T, 3]"), ((3,), (..., "T", 3), "[..., T, 3]")],
     ],
 )
-def test_a_shape_that_does_not_fit(shape: Shape, expected: Expected, wanted: str) -> None:
+def test_shapes(shape: tuple[int, ...], expected: tuple[int | str | EllipsisType, ...], wanted: str) -> None:
+    """Those without a text fit."""
+    if not wanted:
+        _checks.check_shape("x", shape, expected)
+        return
     text = re.escape(f"x must have shape {wanted}, got {list(shape)}.")
-    refused(ValueError, f"{text} Do this", lambda: _checks.check_shape("x", shape, expected, **DO))
-    refused(RouteShapeError, text, lambda: _checks.check_shape("x", shape, expected, error=RouteShapeError))
+    with pytest.raises(ValueError, match=f"{text} Do this"):
+        _checks.check_shape("x", shape, expected, **DO)
+    with pytest.raises(RouteShapeError, match=text):
+        _checks.check_shape("x", shape, expected, error=RouteShapeError)
 
 
 def test_the_structural_checks_are_static_under_compile() -> None:
@@ -134,12 +108,6 @@ def engine_rows(rows: Any = ENGINE_ROWS, num_tokens: int = 2) -> None:
     _checks.check_engine_rows(rows, (num_tokens, 2, 2), 8, (0,))
 
 
-def test_engine_rows_that_fit() -> None:
-    engine_rows()
-    engine_rows(rows=np.array([[[0, 0], [5, 3]]]))
-    engine_rows(rows=np.zeros((0, 2, 2), dtype=np.uint8), num_tokens=1)
-
-
 @pytest.mark.parametrize(
     ("rows", "num_tokens", "error", "text"),
     [
@@ -155,6 +123,9 @@ def test_engine_rows_that_fit() -> None:
     ],
 )
 def test_engine_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
+    engine_rows()
+    engine_rows(rows=np.array([[[0, 0], [5, 3]]]))
+    engine_rows(rows=np.zeros((0, 2, 2), dtype=np.uint8), num_tokens=1)  # these fit
     with pytest.raises(error, match=f"^engine rows.*{re.escape(text)}"):
         engine_rows(rows=np.array(rows), num_tokens=num_tokens)
 
@@ -168,14 +139,18 @@ def test_row_names() -> None:
     assert [nested.of("x", 2), nested.row(5)] == ["x of sample (1, 0)", "sample (1, 0), token 2"]
 
 
+def check_routes(rows: torch.Tensor, moe_layers: tuple[int, ...] = MOE, num_experts: int = 8, **given: Any) -> None:
+    _checks.check_routes(rows, moe_layers=moe_layers, num_experts=num_experts, **given)
+
+
 def test_good_routes_pass() -> None:
     good = routes([[0, 1], [7, 0]], [[-1, -1], [3, 2]], [[-1, -1], [-1, -1]])
-    _checks.check_routes(good, moe_layers=MOE, num_experts=8)
-    _checks.check_routes(good.long(), moe_layers=MOE, num_experts=8)
-    _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=torch.tensor([True, True, False]))
-    _checks.check_routes(good[:0], moe_layers=MOE, num_experts=8)
-    # expert zero alone, at top 1
-    _checks.check_routes(torch.zeros(2, 1, 1, dtype=torch.int8), moe_layers=(0,), num_experts=4)
+    for rows in (good, good.long(), good[:0]):
+        check_routes(rows)
+    check_routes(good, keep=torch.tensor([True, True, False]))
+    check_routes(torch.zeros(2, 1, 1, dtype=torch.int8), (0,), 4)  # expert zero alone, at top 1
+    for num_experts, dtype in ((128, torch.int8), (129, torch.int16), (32768, torch.int16)):  # the largest ids
+        check_routes(torch.tensor([[[num_experts - 1, 0]]], dtype=dtype), (0,), num_experts)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +168,7 @@ def test_good_routes_pass() -> None:
 def test_a_bad_row_is_named(row: list[int], text: str) -> None:
     bad = routes([[0, 1], [2, 3]], [[4, 5], row], [row, row])
     with pytest.raises(RouteValueError, match=rf"^routed_experts: row 1, layer 2 {re.escape(text)}"):
-        _checks.check_routes(bad, moe_layers=MOE, num_experts=8)
+        check_routes(bad)
 
 
 def test_repeats_are_found_at_any_distance() -> None:
@@ -202,42 +177,36 @@ def test_repeats_are_found_at_any_distance() -> None:
             row = torch.arange(4, dtype=torch.int16)
             row[i] = row[j]
             with pytest.raises(RouteValueError, match=f"holds expert {j} twice"):
-                _checks.check_routes(row.view(1, 1, 4), moe_layers=(0,), num_experts=200)
+                check_routes(row.view(1, 1, 4), (0,), 200)
 
 
 def test_a_dense_layer_or_a_pad_with_a_route_is_named_and_where_names_the_row() -> None:
     bad = routes([[0, 1], [2, 3]])
     bad[0, 0] = 5
     with pytest.raises(RouteValueError, match=r"row 0, layer 0 holds \[5, 5\], .* no router; .* are \[1, 2\]"):
-        _checks.check_routes(bad, moe_layers=MOE, num_experts=8)
+        check_routes(bad)
     padded, keep = routes([[0, 1], [2, 3]], [[-1, -1], [2, 3]]), torch.tensor([True, False])
     with pytest.raises(RouteValueError, match=r"token nine, layer 2 holds \[2, 3\], .* is a pad"):
-        _checks.check_routes(padded, moe_layers=MOE, num_experts=8, keep=keep, where=lambda row: "token nine")
+        check_routes(padded, keep=keep, where=lambda row: "token nine")
 
 
 def test_only_signed_integers_of_rank_three_are_routes() -> None:
     with pytest.raises(RouteShapeError, match=r"routes must have 3 dimensions, got 2: shape \[3, 2\]\."):
-        _checks.check_routes(torch.zeros(3, 2, dtype=torch.int8), moe_layers=MOE, num_experts=8)
+        check_routes(torch.zeros(3, 2, dtype=torch.int8))
     with pytest.raises(RouteValueError, match=r"routes must have a signed integer dtype, got torch\.uint8\."):
-        _checks.check_routes(torch.zeros(1, 3, 2, dtype=torch.uint8), moe_layers=MOE, num_experts=8)
-
-
-@pytest.mark.parametrize(("num_experts", "dtype"), [(128, torch.int8), (129, torch.int16), (32768, torch.int16)])
-def test_the_largest_id_of_a_dtype_is_in_range(num_experts: int, dtype: torch.dtype) -> None:
-    top = torch.tensor([[[num_experts - 1, 0]]], dtype=dtype)
-    _checks.check_routes(top, moe_layers=(0,), num_experts=num_experts)
+        check_routes(torch.zeros(1, 3, 2, dtype=torch.uint8))
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_checks, "_CHUNK_ELEMENTS", 12)  # two rows of [3, 2]
     good = routes(*[[[0, 1], [2, 3]]] * 7)
     keep = torch.tensor([True] * 4 + [False] * 3)
-    _checks.check_routes(good, moe_layers=MOE, num_experts=8)
+    check_routes(good)
     with pytest.raises(RouteValueError, match=r"row 4, layer 1 .* is a pad"):
-        _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=keep)
+        check_routes(good, keep=keep)
     good[5, 2] = 6
     with pytest.raises(RouteValueError, match="row 5, layer 2 holds expert 6 twice"):
-        _checks.check_routes(good, moe_layers=MOE, num_experts=8)
+        check_routes(good)
     assert _checks.find_bad_routes(good, MOE, 8).nonzero().tolist() == [[5]]
 
 

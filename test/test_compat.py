@@ -16,22 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from torchrl_moe import _compat, _compat_transformers
 from torchrl_moe._compat_memory import peak_bytes, without_memory
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
-
-# -- routers ----------------------------------------------------------------------------------------------------------
-
-
-class Source:
-    """Vouches for layers as vLLM's capture protocol asks."""
-
-    def __init__(self, layer_id: int) -> None:
-        self.layer_id = layer_id
-        self.capture_fn = None
 
 
 def model_of(*modules: Any) -> Any:
@@ -48,12 +38,9 @@ def runner(layer_id: int) -> Any:
 
 @pytest.mark.needs_vllm
 def test_router_layers_are_sorted_once_each_and_nothing_else_counts() -> None:
-    dense = SimpleNamespace(layer_id=0)
-    assert _compat.router_layer_ids(model_of(runner(11), Source(2), dense, runner(2), runner(5))) == [2, 5, 11]
+    dense, captures = SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=2, capture_fn=None)
+    assert _compat.router_layer_ids(model_of(runner(11), captures, dense, runner(2), runner(5))) == [2, 5, 11]
     assert _compat.router_layer_ids(model_of(dense)) == []
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.needs_vllm
@@ -69,9 +56,6 @@ def test_vllms_refusals_are_client_errors_and_its_deaths_are_not(monkeypatch: py
     # a release without its own client error
     monkeypatch.delattr("vllm.exceptions.VLLMClientError")
     assert _compat.vllm_client_errors() == (ValueError, TypeError)
-
-
-# -- tokenizers -------------------------------------------------------------------------------------------------------
 
 
 def cached(tokenizer: Any) -> Any:
@@ -132,30 +116,23 @@ def test_the_proxy_stays_as_it_was_and_a_tokenizer_of_vllms_own_is_returned_as_i
     assert _compat.plain_tokenizer(own) is own
 
 
-# -- packed layers ----------------------------------------------------------------------------------------------------
-
-
-def packed(weight: torch.nn.Parameter, handle: Any) -> Any:
-    layer = torch.nn.Module()
-    layer.weight = weight
-    layer.cpu_linear = handle
+def packed(weight: nn.Parameter, handle: Any) -> Any:
+    layer = nn.Module()
+    layer.weight, layer.cpu_linear = weight, handle
     return layer
 
 
 def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_again() -> None:
     asked: list[str] = []
-    shared, own = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-    model = torch.nn.ModuleDict({"embed": packed(shared, 1), "between": packed(own, 1), "head": packed(shared, 1)})
-    model["norm"] = torch.nn.Module()
+    shared, own = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    model = nn.ModuleDict({"embed": packed(shared, 1), "between": packed(own, 1), "head": packed(shared, 1)})
+    model["norm"] = nn.Module()
     model["norm"].weight = own  # holds nothing packed
     for name, layer in model.items():
         layer.quant_method = SimpleNamespace(process_weights_after_loading=lambda _, name=name: asked.append(name))
     _compat.pack_tied(model)
     assert asked == ["head"]
     assert _compat.has_packed(model["embed"]) and not _compat.has_packed(model["norm"])
-
-
-# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Processor:
@@ -180,9 +157,6 @@ def test_answers_are_aborted_by_request_and_index_and_those_that_are_known_are_r
     assert len(engine.aborted) == 1
 
 
-# -- generation -------------------------------------------------------------------------------------------------------
-
-
 def test_torchrls_names_and_checks() -> None:
     given = {"max_tokens": 3, "max_new_tokens": 4, "n": 2}
     assert _compat_transformers.standard_names(given) == {"max_new_tokens": 3, "num_return_sequences": 2}
@@ -197,29 +171,14 @@ def test_transformers_loop_takes_what_generate_gives_it() -> None:
     assert "custom_generate" in inspect.signature(GenerationMixin.generate).parameters
 
 
-# -- transformers -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return make_tiny_moe("qwen3_moe")
-
-
-def test_the_cache_has_the_name_that_does_not_warn(model: PreTrainedModel) -> None:
-    cache, ids = DynamicCache(), torch.tensor([[1, 2, 3]])
+def test_the_cache_and_checkpoints_have_the_names_that_do_not_warn() -> None:
+    model, cache, given = make_tiny_moe("qwen3_moe"), DynamicCache(), []
     name = _compat_transformers.cache_argument(inspect.signature(model.forward).parameters)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        model(input_ids=ids, use_cache=True, **{name: cache})
-    assert cache.get_seq_length() == 3
-
-
-def test_activations_are_computed_again_without_a_warning(model: PreTrainedModel) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True, **{name: cache})
         _compat_transformers.checkpoint_activations(model)
-    assert model.is_gradient_checkpointing
-    given: list[Any] = []
+    assert cache.get_seq_length() == 3 and model.is_gradient_checkpointing
     old: Any = SimpleNamespace(gradient_checkpointing_enable=lambda **options: given.append(options))
     _compat_transformers.checkpoint_activations(old)
     _compat_transformers.checkpoint_activations(old, use_reentrant=True, preserve_rng_state=False)
@@ -244,11 +203,8 @@ def test_a_lowered_model_is_what_transformers_loads(family: str, dtype: torch.dt
 
 
 def test_a_model_that_is_not_of_transformers_is_lowered_as_a_whole() -> None:
-    model = _compat_transformers.lowered(torch.nn.BatchNorm1d(2), torch.bfloat16)
+    model = _compat_transformers.lowered(nn.BatchNorm1d(2), torch.bfloat16)
     assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {torch.bfloat16}
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_freed_counts_until_then() -> None:
@@ -262,11 +218,8 @@ def test_what_is_freed_counts_until_then() -> None:
     assert peak_bytes(run) == 800
 
 
-def test_views_and_changes_in_place_take_nothing() -> None:
+def test_views_and_changes_in_place_take_nothing_and_what_was_there_before_is_no_part() -> None:
     assert peak_bytes(lambda: torch.ones(10, 10).T.reshape(-1)[::2].add_(1)) == 400 + 400  # the reshape copies
-
-
-def test_what_was_there_before_is_no_part() -> None:
     weight = torch.ones(100, requires_grad=True)
     # its square, the sum, and the gradients of the three; the last is kept by the weight
     assert peak_bytes(lambda: (weight * 1).sum().backward()) <= 400 + 4 + 4 + 400 + 400
@@ -283,20 +236,16 @@ def test_a_linear_layer_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_have_their_shapes_and_gradients_without_memory(dtype: torch.dtype) -> None:
+def test_grouped_products_and_casts_take_no_memory(dtype: torch.dtype) -> None:
     with without_memory():
         rows = torch.zeros(10**6, 64, dtype=dtype, requires_grad=True)
         weight = torch.zeros(128, 64, 32, dtype=dtype, requires_grad=True)
         offsets = torch.zeros(128, dtype=torch.int32)
-        out = torch.nn.functional.grouped_mm(rows, weight, offs=offsets)
+        out = nn.functional.grouped_mm(rows, weight, offs=offsets)
         assert out.shape == (10**6, 32)
         out.sum().backward()
         assert rows.grad is not None and weight.grad is not None
         assert (rows.grad.shape, weight.grad.shape) == (rows.shape, weight.shape)
-
-
-def test_a_module_changes_its_dtype_without_memory() -> None:
-    with without_memory():
         layer = nn.Linear(10**6, 10**6)
         names = dict(layer.named_parameters())  # something that refers to them
         layer.to(torch.bfloat16)

@@ -1,18 +1,63 @@
-"""The errors that a newcomer meets first: each is one sentence that names what was got and what to do."""
+"""The tree of errors is the one that its docstring draws, and each says in a sentence what was got and what to do."""
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchrl_moe.errors import TorchRLMoEError
+from torchrl_moe import errors as _errors
+from torchrl_moe.errors import GenerationTimeout, TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM, RouterReplay, TransformersWrapper
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers import GRPOConfig, MoEGRPOTrainer, load_config
+
+LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: +\((?P<mixins>\w+(?:, \w+)*)\))?(?: |$)")
+
+
+def drawn() -> dict[str, list[str]]:
+    """Name -> parent, and builtins that it also is, read off the drawing."""
+    tree: dict[str, list[str]] = {}
+    above: list[tuple[int, str]] = [(-1, "Exception")]
+    drawing = _errors.__doc__.split(".. code-block:: text\n\n")[1].split("\n\n")[0]
+    for line in drawing.splitlines():
+        found = LINE.match(line)
+        assert found, line
+        indent = len(found["indent"])
+        while above[-1][0] >= indent:
+            above.pop()
+        tree[found["name"]] = [above[-1][1], *(found["mixins"].split(", ") if found["mixins"] else [])]
+        above.append((indent, found["name"]))
+    return tree
+
+
+def test_the_classes_are_the_drawn_tree() -> None:
+    built = {name: [base.__name__ for base in getattr(_errors, name).__bases__] for name in _errors.__all__}
+    assert built == drawn()
+    assert built["SyncTimeout"] == ["WeightSyncError", "TimeoutError"]  # the drawing was read
+    assert built["MissingEntryError"] == ["TorchRLMoEError", "KeyError", "ValueError"]
+
+
+@pytest.mark.parametrize("name", _errors.__all__)
+def test_every_error_pickles(name: str) -> None:
+    before = getattr(_errors, name)("why")
+    before.add_note("where")
+    error = pickle.loads(pickle.dumps(before))
+    assert (type(error).__name__, str(error), error.__notes__) == (name, "why", ["where"])
+
+
+def test_a_timeout_keeps_what_had_finished() -> None:
+    error = GenerationTimeout("2 of 3 finished in 5 s", partial=("a", None, "c"))
+    assert isinstance(error, TorchRLMoEError)
+    assert error.partial == ["a", None, "c"]
+    assert pickle.loads(pickle.dumps(error)).partial == ["a", None, "c"]
+    assert GenerationTimeout("nothing finished").partial == []
+
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}] * 4
 
@@ -53,25 +98,17 @@ def holds_a_run() -> Any:
     return trainer(out="old")
 
 
+# fmt: off
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no model's folder": (
-        lambda: AsyncVLLM.from_pretrained("./none"),
-        "no model at './none': .* model.save_pretrained",
-    ),
-    "no tokenizer": (
-        lambda: AsyncVLLM.from_pretrained(bare()),
-        r"has no tokenizer: tokenizer.save_pretrained\(",
-    ),
+    "no model's folder": (lambda: AsyncVLLM.from_pretrained("./none"),
+        "no model at './none': .* model.save_pretrained"),
+    "no tokenizer": (lambda: AsyncVLLM.from_pretrained(bare()), r"has no tokenizer: tokenizer.save_pretrained\("),
     "no tokenizer, as an argument": (lambda: AsyncVLLM.launch({"model": bare()}), "'bare' has no tokenizer: "),
-    "no tokenizer, for the second engine": (
-        lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),
-        "'bare' has no tokenizer: ",
-    ),
+    "no tokenizer, for the second engine": (lambda: AsyncVLLM.from_pretrained(bare(), engine="transformers"),
+        "'bare' has no tokenizer: "),
     "no tokenizer, in a run": (lambda: trainer(model=bare()), "model.source=bare: 'bare' has no tokenizer"),
-    "no model's folder, in a run": (
-        lambda: trainer(model="./none"),
-        "no model in that folder, and names on the hub are",
-    ),
+    "no model's folder, in a run": (lambda: trainer(model="./none"),
+        "no model in that folder, and names on the hub are"),
     "a dense model": (lambda: RouterReplay(make_tiny_moe("qwen3")), "it is a dense model, .*set loss.replay=none"),
     "an argument": (lambda: AsyncVLLM.from_pretrained("./moe", max_model_length=9), "do you mean max_model_len"),
     "an engine": (lambda: AsyncVLLM.from_pretrained("./moe", engine="sglang"), "must be one of vllm, transformers"),
@@ -97,6 +134,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss": (lambda: trainer(loss={"name": "PPOLoss"}), "loss.name=PPOLoss must be one of .*GRPOLoss"),
     "a replay": (lambda: TransformersWrapper(make_tiny_moe(), replay="r3"), "must be one of .*'R3'.*, got 'r3'"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -70,16 +70,6 @@ def test_a_name_that_is_its_own_files_is_refused() -> None:
         attach("room", {"figure": ".figure", "other": ".figure"})
 
 
-# -- garbage collection -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def collecting() -> Iterator[None]:
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("collecting")
 def test_collections_pause_in_an_import_and_are_afterwards_as_they_were() -> None:
     with without_collections():
         assert not gc.isenabled()
@@ -91,6 +81,9 @@ def test_collections_pause_in_an_import_and_are_afterwards_as_they_were() -> Non
         raise ImportError("no such package")
     assert gc.isenabled()
     gc.disable()
-    with without_collections():
+    try:
+        with without_collections():
+            assert not gc.isenabled()
         assert not gc.isenabled()
-    assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -30,23 +30,14 @@ IMPORT = "import torchrl_moe, sys; assert 'torch' not in sys.modules; print(torc
 
 def texts() -> list[tuple[str, str]]:
     """All that names an extra: code, pages, notebooks."""
-    pages = [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("tutorials/**/*.ipynb"),
-        ROOT / "pyproject.toml",
-    ]
-    pages = [page for page in pages if "_build" not in page.parts]
+    patterns = ("*.md", "docs/**/*.md", "tutorials/**/*.ipynb", "pyproject.toml")
+    pages = [page for pattern in patterns for page in ROOT.glob(pattern) if "_build" not in page.parts]
     return [(str(source.path), source.text) for source in package_sources()] + [(str(p), p.read_text()) for p in pages]
 
 
 def test_an_extra_that_is_named_exists() -> None:
-    named = {
-        (where, extra.strip())
-        for where, text in texts()
-        for found in BRACKETS.findall(text)
-        for extra in found.split(",")
-    }
+    found = [(where, line) for where, text in texts() for line in BRACKETS.findall(text)]
+    named = {(where, extra.strip()) for where, line in found for extra in line.split(",")}
     assert {extra for _, extra in named} >= {"prometheus", "render"}
     assert [(where, extra) for where, extra in sorted(named) if extra not in EXTRAS] == []
 
@@ -62,22 +53,14 @@ def test_the_command_line_knows_the_extras() -> None:
     assert ENGINES[0] in EXTRAS
 
 
-def test_the_version_has_one_source() -> None:
+def test_the_version_has_one_source_and_the_command_leads_somewhere() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "torchrl_moe.__version__"}
-    assert (
-        f"[{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
-        or "[Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
-    )
-
-
-def test_commands_lead_somewhere() -> None:
-    scripts = PROJECT["project"]["scripts"]
-    assert list(scripts) == ["torchrl-moe"]
-    for target in scripts.values():
-        module, _, name = target.partition(":")
-        assert callable(getattr(import_module(module), name))
+    assert re.search(rf"\[({re.escape(__version__)}|Unreleased)\]", (ROOT / "CHANGELOG.md").read_text())
+    (script,) = PROJECT["project"]["scripts"].items()
+    module, _, name = script[1].partition(":")
+    assert script[0] == "torchrl-moe" and callable(getattr(import_module(module), name))
 
 
 def package_data() -> set[str]:
@@ -131,16 +114,8 @@ def test_both_archives_hold_the_package_and_nothing_else(built: Path) -> None:
     info = f"torchrl_moe-{__version__}.dist-info/"
     assert {name for name in of_wheel if not name.startswith(info)} == code
     assert f"{info}licenses/LICENSE" in of_wheel and f"{info}entry_points.txt" in of_wheel
-    beside = {
-        "LICENSE",
-        "README.md",
-        "CHANGELOG.md",
-        "MANIFEST.in",
-        "PKG-INFO",
-        "pyproject.toml",
-        "setup.cfg",
-        "setup.py",
-    }
+    beside = {"LICENSE", "README.md", "CHANGELOG.md", "MANIFEST.in", "PKG-INFO"}
+    beside |= {"pyproject.toml", "setup.cfg", "setup.py"}
     assert {name for name in of_source if ".egg-info/" not in name} == code | beside
 
 

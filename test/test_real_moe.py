@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.sources import ROOT, script
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.testing import ByteTokenizer
 
-FOLDER = Path(__file__).parents[1] / "tutorials" / "real_moe"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+FOLDER = ROOT / "tutorials" / "real_moe"
 
 
 @pytest.fixture(scope="module")
 def make() -> Any:
-    return script("make")
+    return script(FOLDER / "make.py")
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
 @pytest.fixture(scope="module")
 def dense() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "proj" in name:
@@ -90,11 +73,12 @@ def test_smaller_experts_differ_and_are_balanced(make: Any, dense: Any, rows: An
         ({"width": 33}, "width must be a multiple of 8"),
         ({"width": 0}, r"width must be in 1\.\.48"),
         ({"num_experts": 2, "top_k": 3}, r"top_k must be in 1\.\.2"),
+        ({"rows": torch.zeros(1, 1, dtype=torch.long)}, "rows must have some 16 000 tokens"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make: Any, dense: Any, rows: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make.upcycle(dense, rows, **options)
+        make.upcycle(dense, **{"rows": rows, **options})
 
 
 @pytest.mark.parametrize(
@@ -103,23 +87,16 @@ def test_sizes_that_do_not_fit_are_refused(make: Any, dense: Any, rows: Any, opt
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got gelu"),
         ({"attention_bias": True}, r"a Mixtral has no biases, and there is model.layers.0.self_attn.q_proj.bias"),
         ({"head_dim": 16}, r"head_dim must be hidden_size over num_attention_heads, got 16"),
+        ({"dtype": torch.bfloat16}, r"got torch\.bfloat16"),
+        ({"attn_implementation": "eager"}, "attn_implementation must be sdpa, got eager"),
     ],
 )
-def test_a_model_of_another_form_is_refused(make: Any, dense: Any, rows: Any, config: Any, message: str) -> None:
-    other = LlamaForCausalLM(LlamaConfig(**{**dense.config.to_dict(), **config}))
+def test_a_model_of_another_form_is_refused(make: Any, rows: Any, config: Any, message: str) -> None:
+    given = {"dtype": torch.float32, "attn_implementation": "sdpa", **config}
+    kind, attention = given.pop("dtype"), given.pop("attn_implementation")
+    other = LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **given}), attn_implementation=attention)
     with pytest.raises(ValueError, match=message):
-        make.upcycle(other, rows)
-
-
-def test_a_model_that_would_not_be_fitted_right_is_refused(make: Any, dense: Any, rows: Any) -> None:
-    config = copy.deepcopy(dense.config)
-    with pytest.raises(ValueError, match=r"got torch\.bfloat16"):
-        make.upcycle(LlamaForCausalLM(config).bfloat16(), rows)
-    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match="attn_implementation must be sdpa, got eager"):
-        make.upcycle(eager, rows)
-    with pytest.raises(ValueError, match="rows must have some 16 000 tokens"):
-        make.upcycle(dense, rows[:1, :1])
+        make.upcycle(other.to(kind), rows)
 
 
 def test_a_text_is_in_one_module_only(make: Any) -> None:
@@ -135,7 +112,7 @@ def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
-    warm = script("warm_start")
+    warm = script(FOLDER / "warm_start.py")
     ids, mask, labels = warm.padded([([5, 6, 7, 8], 2), ([9, 10], 1)], torch.device("cpu"))
     assert ids.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0]]
     assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -144,17 +121,13 @@ def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
     data = [([3, 4, 10 + place % 2, 2], 2) for place in range(8)]
     first = warm.train(model, data, 1, 8, 1e-2)
     assert warm.train(model, data, 60, 8, 1e-2) < first / 2
-
-
-def test_the_answer_to_a_text_continues_it() -> None:
     tokenizer = ByteTokenizer()
-    rows = [{"prompt": "1 + 1 =", "answer": 2}]
-    ((ids, start),) = script("warm_start").examples(rows, tokenizer)
-    assert (ids, start) == ([*b"1 + 1 = 2", tokenizer.eos_token_id], len("1 + 1 ="))
+    ((text, start),) = warm.examples([{"prompt": "1 + 1 =", "answer": 2}], tokenizer)  # the answer continues it
+    assert (text, start) == ([*b"1 + 1 = 2", tokenizer.eos_token_id], len("1 + 1 ="))
 
 
 def test_the_tables_of_mismatch() -> None:
-    mismatch = script("mismatch")
+    mismatch = script(FOLDER / "mismatch.py")
     zeros, experts = torch.zeros(128), torch.zeros(128, 2, 1, dtype=torch.long)
     other = experts.clone()
     other[:32, 1] = 1  # in the second of two layers, for the first 32 tokens

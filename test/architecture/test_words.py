@@ -15,45 +15,23 @@ import pytest
 
 from support.sources import PACKAGE, ROOT
 
+# fmt: off
 RETIRED: dict[str, str] = {
-    "anew": "again",
-    "barred": "blocked: its breaker is open",
-    "bell": "wake event",
-    "blows had fallen": "say what happens first",
-    "came about": "was made, happened",
-    "come about": "be made, happen",
-    "comes to be": "becomes",
-    "errand": "request, task or call",
-    "farewell": "the name of what is done at the end",
-    "give way": "yield (the interpreter), or say what happens",
-    "hand over": "send, pass",
-    "hear version": "read version",
-    "heart": "name the part",
-    "in peace": "cleanly",
-    "is had": "has, or holds",
-    "kept words": "kept tokens",
-    "last words": "the end of its log, or its error message",
-    "leased": "pinned (a reader pins a version; a lease is a request's claim on a replica)",
-    "let be": "left alone",
-    "let go": "release, drop",
-    "lets be": "leaves alone",
-    "lifeline": "name the connection",
-    "names words": "names ids",
-    "nobody has run": "has never run",
-    "of then": "of that time, previous",
-    "own words": "message",
-    "parcel": "payload",
-    "parked": "unplaced, waiting",
-    "roster": "table, list",
-    "said why": "has reported",
-    "such as have": "those that have, or name them",
-    "take on": "adopt, supervise",
-    "told of": "notified of, given",
-    "what cannot be meant": "invalid values",
-    "whoever": "name who: a thread, a process, a caller",
-    "whomever": "name who: a thread, a process, a caller",
-    "words out": "ids out",
+    "anew": "again", "barred": "blocked: its breaker is open", "bell": "wake event",
+    "blows had fallen": "say what happens first", "came about": "was made, happened", "come about": "be made, happen",
+    "comes to be": "becomes", "errand": "request, task or call", "farewell": "the name of what is done at the end",
+    "give way": "yield (the interpreter), or say what happens", "hand over": "send, pass",
+    "hear version": "read version", "heart": "name the part", "in peace": "cleanly", "is had": "has, or holds",
+    "kept words": "kept tokens", "last words": "the end of its log, or its error message",
+    "leased": "pinned (a reader pins a version; a lease is a request's claim on a replica)", "let be": "left alone",
+    "let go": "release, drop", "lets be": "leaves alone", "lifeline": "name the connection", "names words": "names ids",
+    "nobody has run": "has never run", "of then": "of that time, previous", "own words": "message", "parcel": "payload",
+    "parked": "unplaced, waiting", "roster": "table, list", "said why": "has reported",
+    "such as have": "those that have, or name them", "take on": "adopt, supervise", "told of": "notified of, given",
+    "what cannot be meant": "invalid values", "whoever": "name who: a thread, a process, a caller",
+    "whomever": "name who: a thread, a process, a caller", "words out": "ids out",
 }
+# fmt: on
 """Retired word or turn -> what to write instead."""
 
 FOLDERS = ("torchrl_moe", "test", "benchmarks", "tutorials", "docs")
@@ -67,11 +45,8 @@ PATTERN = re.compile(
 )
 
 DOTTED = re.compile(rf"(?<![\w./-]){PACKAGE}(?:\.[A-Za-z_]\w*)+")
-INVENTED = {
-    f"{PACKAGE}.{path}"
-    for path in ("a", "data.b", "data.c", "data.x", "made_up", "modules.backends.no_such_engine",
-                 "modules.backends.vllm.local")
-}  # fmt: skip
+INVENTED = {f"{PACKAGE}.{path}" for path in ("a", "data.b", "data.c", "data.x", "made_up")}
+INVENTED |= {f"{PACKAGE}.modules.backends.{path}" for path in ("no_such_engine", "vllm.local")}
 """Paths of the tests of tests."""
 
 
@@ -103,7 +78,6 @@ def test_no_retired_word_is_in_use() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("It starts anew.", [(1, "anew")]),
         ("def test_it_starts_anew(): ...", [(1, "anew")]),
         ("first\nTold\nof it", [(2, "told of")]),
         ("# it is told\n# of it", [(1, "told of")]),
@@ -133,15 +107,7 @@ def test_every_dotted_path_leads_somewhere() -> None:
     assert {path: found[path] for path in found.keys() - INVENTED if not leads_somewhere(path)} == {}
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("data", True),
-        ("data.RoutedExperts", True),
-        ("data.RoutedExperts.nothing", False),
-        ("data.nothing", False),
-        ("nothing.at.all", False),
-    ],
-)
-def test_a_path_that_leads_nowhere_is_found(path: str, expected: bool) -> None:
-    assert leads_somewhere(f"{PACKAGE}.{path}") == expected
+def test_a_path_that_leads_nowhere_is_found() -> None:
+    assert leads_somewhere(f"{PACKAGE}.data") and leads_somewhere(f"{PACKAGE}.data.RoutedExperts")
+    for path in ("data.RoutedExperts.nothing", "data.nothing", "nothing.at.all"):
+        assert not leads_somewhere(f"{PACKAGE}.{path}")

@@ -95,7 +95,6 @@ def test_a_table_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def test_medians_and_quartiles() -> None:
     assert middle([3.0, 1.0, 2.0, math.nan, 4.0]) == (2.5, 1.75, 3.25)
-    assert middle([2.0]) == (2.0, 2.0, 2.0)
 
 
 @pytest.fixture
@@ -123,15 +122,15 @@ def test_exact_gradients_without_noise_and_under_replay_are_the_engines_own(few_
 
 
 def test_without_masks_the_words_that_were_left_out_count(few_words: None) -> None:
-    (masked, unmasked) = (
-        {
-            row["arm"]: row
+    kl = {
+        masks: [
+            abs(float(str(row["kl"])))
             for row in gradients.measured("qwen3_moe", 2, 8, 2, "none", masks, 0, "fresh")
-            if row["weight"] == "ratio"
-        }
+            if (row["arm"], row["weight"]) == ("R3", "ratio")
+        ]
         for masks in ("yes", "no")
-    )
-    assert abs(float(str(masked["R3"]["kl"]))) < 1e-5 < float(str(unmasked["R3"]["kl"]))
+    }
+    assert max(kl["yes"]) < 1e-5 < min(kl["no"])
 
 
 def test_what_an_engine_quantises_is_in_its_log_probs() -> None:
@@ -247,16 +246,8 @@ def test_a_run_whose_copy_is_old_weighs_the_shift_once_there_is_one(short_runs: 
 
 def test_the_table_of_runs_by_hand(tmp_path: Path) -> None:
     def rows(arm: str, seed: int, rewards: list[float], collapsed: int = -1) -> list[dict[str, str]]:
-        what = {
-            "task": "sums",
-            "noise": "none",
-            "stale": "0",
-            "lr": "0.1",
-            "steps": "40",
-            "arm": arm,
-            "seed": str(seed),
-        }
-        found = {"kl": "0.25", "collapsed": str(collapsed)}
+        what = {"task": "sums", "noise": "none", "stale": "0", "lr": "0.1", "steps": "40", "arm": arm}
+        found = {"seed": str(seed), "kl": "0.25", "collapsed": str(collapsed)}
         return [{**what, **found, "step": str(20 * i), "reward": str(r)} for i, r in enumerate(rewards, 1)]
 
     table = Table(tmp_path / "none.csv", KEYS["runs"])

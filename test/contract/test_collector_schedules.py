@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.epochs import DONE, PROMPTS, checkpoint, life
-from support.trainer import Plan, Trainer
+from support.trainer import DONE, PROMPTS, Plan, Trainer, checkpoint, life
 from support.waiting import PATIENCE
 
 ACTIONS = ["take"] * 8 + ["update", "cut", "kill", "freeze", "pause", "evaluate", "save", "crash", "move"]

@@ -125,7 +125,7 @@ def test_every_moe_of_transformers_is_tested_refused_or_left_out_with_a_reason()
     marks = re.compile(r"\bself\.experts\b|^class \w*(?:Experts|MoE|Router|Gating)\(", re.MULTILINE)
     found = {path.parent.name for path in models.glob("*/modeling_*.py") if marks.search(path.read_text())}
     listed = {model_type_to_module_name(model_type(name)) for name in (*FAMILIES, *REFUSED)}
-    assert found - listed - set(EXCLUDED) == set(), "add a config to family_configs.py, or a reason to EXCLUDED"
+    assert found - listed - set(EXCLUDED) == set(), "add a config to families.py, or a reason to EXCLUDED"
     assert listed & set(EXCLUDED) == set()
     there = {name for name in EXCLUDED if (models / name).is_dir()}
     assert there - found == set(), "these have no experts in this release: take them off EXCLUDED"
@@ -146,7 +146,7 @@ def _modules_of(name: str | tuple[str, ...]) -> Iterator[str]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *REFUSED])
 def test_a_family_is_there_from_the_release_on_that_brought_it(family: str) -> None:
-    assert (model_type(family) not in CONFIG_MAPPING) == is_absent(family), "correct SINCE in family_configs.py"
+    assert (model_type(family) not in CONFIG_MAPPING) == is_absent(family), "correct SINCE in families.py"
 
 
 @pytest.mark.parametrize(("top_k", "groups"), [(1, 2), (2, 3), (1, 3)])

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from support.engines import EngineShelf
+from support.sources import ROOT
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules import AsyncVLLM
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.+?) -->\n\n?)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS = {"needs Ray": 'backend="ray"', "needs a GPU": "devices=", "needs verifiers": "verifiers"}

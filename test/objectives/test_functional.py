@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.sequences import INF, NAN, Run, every, row
+from support.rollouts import INF, NAN, Run, every, row
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.functional import select, sequence_mean, sequence_sum
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from support.manifests import note_made
+from support.weights import note_made
 from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.store.manifest import Manifest, TensorEntry, check_tensors
 

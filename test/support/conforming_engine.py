@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,9 @@ def distribution(
     """The log-probs ``[V]`` that the next token is drawn from."""
     values = logits.copy()
     for token in set(seen):
-        values[token] = (
-            values[token] / how.repetition_penalty if values[token] > 0 else (values[token] * how.repetition_penalty)
-        )
-    for token in answer:
-        values[token] -= how.frequency_penalty
+        values[token] *= how.repetition_penalty if values[token] <= 0 else 1 / how.repetition_penalty
     for token in set(answer):
-        values[token] -= how.presence_penalty
+        values[token] -= how.frequency_penalty * list(answer).count(token) + how.presence_penalty
     probs = normal(values / how.temperature)
     order = np.argsort(-probs, kind="stable")
     if how.top_k:
@@ -78,40 +75,24 @@ class Running:
     read: int = 0
     rereads: int = 0
 
-    def forget(self) -> None:
-        """Lose the cache, and nothing that was delivered."""
-        self.cache, self.read = DynamicCache(), 0
-
 
 class ConformingEngine:
-    """Keeps each promise of the protocols of ``torchrl_moe.testing.conformance.adapter``.
+    """Keeps each promise of ``torchrl_moe.testing.conformance.adapter``; ``native`` are log-probs before truncation.
 
-    An answer's ``native`` are its log-probs before truncation.
-
-    Args:
-        model: is copied.
-        token_seconds: how long a token takes, at least, so that something can happen meanwhile.
-        is_live: whether it routes for itself when it reads an answer's first part again, which few engines do not.
-        raw_log_probs: whether log-probs are the model's own, whatever is sampled from.
+    It copies the model. A token takes ``token_seconds``, so that something can happen meanwhile. If ``is_live``, it
+    routes for itself when it reads an answer's first part again; ``raw_log_probs`` are the model's own.
     """
 
     name = "conforming"
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        token_seconds: float = 0.0,
-        is_live: bool = False,
-        raw_log_probs: bool = False,
+        self, model: PreTrainedModel, *, token_seconds: float = 0.0, is_live: bool = False, raw_log_probs: bool = False
     ) -> None:
         self.model = copy.deepcopy(model)
         self.cache_argument = cache_argument(inspect.signature(model.forward).parameters)
         self.replay = RouterReplay(self.model)
         self.token_seconds, self.is_live, self.raw_log_probs = token_seconds, is_live, raw_log_probs
-        self.version = 0
-        self.retractions = 0
-        self.is_paused = False
+        self.version, self.retractions, self.is_paused = 0, 0, False
         self.prompts: list[list[int]] = []
         self.aborted: set[str] = set()
         self.running: list[str] = []
@@ -119,8 +100,6 @@ class ConformingEngine:
         self.changed = threading.Condition()
         self.no_update = threading.Event()  # else an update waits, and the answers wait for it
         self.no_update.set()
-
-    # -- the protocols ----------------------------------------------------------------------------------------------
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, request_ids: Sequence[str] | None = None
@@ -137,13 +116,9 @@ class ConformingEngine:
             self.changed.notify_all()
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
-        had = Running(
-            list(prompt),
-            tokens=list(answer.token_ids),
-            log_probs=list(answer.log_probs),
-            versions=list(answer.versions),
-            rows=list(answer.routed_experts),
-        )
+        made = {"tokens": answer.token_ids, "log_probs": answer.log_probs, "versions": answer.versions}
+        made["rows"] = answer.routed_experts
+        had = Running(list(prompt), **{name: list(values) for name, values in made.items()})
         return self.answer(had, sampling, "")
 
     def update_weights(self, model: PreTrainedModel) -> None:
@@ -156,8 +131,6 @@ class ConformingEngine:
 
     def weights_version(self) -> int:
         return self.version
-
-    # -- what a server has besides ----------------------------------------------------------------------------------
 
     def pause(self, mode: str) -> None:
         with self.changed:
@@ -175,8 +148,6 @@ class ConformingEngine:
             self.model(torch.tensor([list(ids)]))
         return recording.routed_experts[0].numpy().astype(np.int8)
 
-    # -- one answer -------------------------------------------------------------------------------------------------
-
     def answer(self, running: Running, sampling: Sampling, name: str) -> Answer:
         with self.changed:
             cached = self.cached(running.prompt)
@@ -191,7 +162,7 @@ class ConformingEngine:
                     break
                 if running.rereads != self.retractions:
                     running.rereads = self.retractions
-                    running.forget()
+                    running.cache, running.read = DynamicCache(), 0  # and nothing that was delivered is lost
                 self.step(running, sampling)
             time.sleep(self.token_seconds)
         self.running.remove(name)
@@ -225,14 +196,14 @@ class ConformingEngine:
         while running.read < len(ids):
             known = 0 if self.is_live else len(running.rows)
             end = min(running.read + CHUNK, len(ids), known if known > running.read else len(ids))
-            chunk = torch.tensor([ids[running.read : end]])
+            chunk, cache = torch.tensor([ids[running.read : end]]), {self.cache_argument: running.cache}
             if known > running.read:
                 rows = torch.from_numpy(np.array(running.rows[running.read : end], np.int16))
                 with self.replay.replay(rows[None]):
-                    logits = self.model(chunk, **{self.cache_argument: running.cache}).logits
+                    logits = self.model(chunk, **cache).logits
             else:
                 with self.replay.record() as recording:
-                    logits = self.model(chunk, **{self.cache_argument: running.cache}).logits
+                    logits = self.model(chunk, **cache).logits
                 made = recording.routed_experts[0].numpy().astype(np.int8)
                 running.rows += list(made[max(0, len(running.rows) - running.read) :])
             running.read = end
@@ -240,8 +211,6 @@ class ConformingEngine:
 
     def cached(self, prompt: list[int]) -> int:
         """How many tokens of a prompt came before, in whole blocks, the last token left out."""
-        longest = 0
-        for other in self.prompts:
-            same = next((i for i, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), None)
-            longest = max(longest, min(len(prompt), len(other)) if same is None else same)
+        pairs = [enumerate(zip_longest(prompt, other)) for other in self.prompts]
+        longest = max((next((i for i, (a, b) in two if a != b), len(prompt)) for two in pairs), default=0)
         return min(longest, len(prompt) - 1) // BLOCK * BLOCK

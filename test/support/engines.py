@@ -14,20 +14,10 @@ from typing import Any
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
-SMALL: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 1 << 26,
-    "max_model_len": 512,
-}
-
-ADAPTED: dict[str, Any] = {
-    "enable_lora": True,
-    "lora_target_modules": ["qkv_proj", "o_proj"],
-    "max_lora_rank": 8,
-    "max_num_seqs": 1,
-    "scheduling_policy": "priority",
-}
+SMALL: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
+SMALL |= {"kv_cache_memory_bytes": 1 << 26}
+ADAPTED: dict[str, Any] = {"enable_lora": True, "lora_target_modules": ["qkv_proj", "o_proj"], "max_lora_rank": 8}
+ADAPTED |= {"max_num_seqs": 1, "scheduling_policy": "priority"}
 """For requests with an adapter; and it runs one at a time, by priority."""
 
 

@@ -31,22 +31,14 @@ from torchrl_moe.modules.backends.vllm.engine_args import (
     seeded,
 )
 
-__all__ = [
-    "PROGRAM",
-    "Forks",
-    "arguments_of",
-    "devices_per_replica",
-    "engine_environment",
-    "reason_not_to_fork",
-    "seeded",
-]
+__all__ = ["PROGRAM", "Forks"]
+__all__ += ["arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
 
 PROGRAM = "support.forkable"
 
 GONE = 3
 LOOK_SECONDS = 0.05
-ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "test")])
+PYTHONPATH = os.pathsep.join(map(str, [Path(__file__).parents[2], Path(__file__).parents[1]]))
 
 
 def preload() -> str:
@@ -107,8 +99,7 @@ class Forked:
     """A forked process and the driver's end of its socket."""
 
     def __init__(self, process: ForkedProcess, connection: Connection) -> None:
-        self.process = process
-        self.connection = connection
+        self.process, self.connection = process, connection
 
     def ask(self, *message: Any) -> Any:
         self.connection.send(message)
@@ -125,11 +116,7 @@ class Forked:
 
 
 class Forks:
-    """Servers for this module, and what they fork.
-
-    Args:
-        folder: of the log that all processes share, and of the list of imports.
-    """
+    """Servers for this module, and what they fork; the folder has the log that all share, and the list of imports."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

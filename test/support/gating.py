@@ -1,9 +1,7 @@
 """From router inputs and given experts to gating weights, family by family: the reference that replay is held to.
 
 Written from the papers' formulas, in float64, with sums over a one-hot mask: nothing of transformers' routers is used
-but weights and constants.
-
-Letters: N rows, E experts, K experts per row, D hidden size.
+but weights and constants. Letters: N rows, E experts, K experts per row, D hidden size.
 """
 
 from __future__ import annotations
@@ -97,27 +95,13 @@ def inkling(logits: Tensor, experts: Tensor, router: nn.Module) -> Tensor:
     """inkling: sigmoids of the chosen and of the shared experts, normalised together: ``[N, K + shared]``."""
     scores = 1 / (1 + (-logits).exp())
     shared = scores[:, router.num_experts :]
-    return scaled(share(torch.cat([pick(scores[:, : router.num_experts], experts), shared], -1)), router) * (
-        router.global_scale.double()
-    )
+    together = share(torch.cat([pick(scores[:, : router.num_experts], experts), shared], -1))
+    return scaled(together, router) * router.global_scale.double()
 
 
-FORMULAS: dict[str, Formula] = {
-    f.__name__: f
-    for f in (
-        softmax,
-        softmax_normalised,
-        softmax_of_chosen,
-        sigmoid,
-        sigmoid_normalised,
-        sigmoid_eps,
-        sigmoid_capped,
-        sqrtsoftplus_normalised,
-        gemma,
-        llama,
-        inkling,
-    )
-}
+FORMULAS: dict[str, Formula] = {f.__name__: f for f in (softmax, softmax_normalised, softmax_of_chosen, sigmoid)}
+FORMULAS |= {f.__name__: f for f in (sigmoid_normalised, sigmoid_eps, sigmoid_capped, sqrtsoftplus_normalised)}
+FORMULAS |= {f.__name__: f for f in (gemma, llama, inkling)}
 
 
 def router_weight(router: nn.Module) -> nn.Parameter:

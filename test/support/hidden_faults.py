@@ -1,10 +1,7 @@
 """``make faults``: faults that this project had, each put back into a copy of the tree, to see which test notices it.
 
-Each row of :data:`FAULTS` is a fault that a commit mended (or that TorchRL has, which our class of the same name must
-not have): the mended text as it stands, the text as it was, and the rooms whose tests ought to notice. The tests run
-in that order until the first that fails; that one is run once more on the mended tree, where it must pass. The copy
-is on disk, so that engine processes read the fault too; the heavy packages are imported once, and each run is forked
-from that.
+The tests of a row run in its order until the first that fails; that one is run once more on the mended tree, where it
+must pass. The copy is on disk, so that engine processes read the fault too; heavy packages are imported once.
 
     make faults ARGS="--list"
     make faults ARGS="--only store"            # those whose name or file has this text
@@ -14,13 +11,11 @@ from that.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -28,28 +23,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from support.fault_table import FAULTS, Fault
+from support.mutants import forked
 from support.sources import ROOT
 
-HEAVY = (
-    "numpy",
-    "torch",
-    "torch._dynamo",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "tensordict.nn",
-    "torchrl.collectors",
-    "torchrl.envs.llm",
-    "torchrl.modules.llm",
-    "torchrl.objectives.llm",
-    "hypothesis",
-    "pytest",
-)
+HEAVY = ("numpy", "torch", "torch._dynamo", "tensordict.nn", "torchrl.collectors", "torchrl.envs.llm", "hypothesis")
+HEAVY += ("torchrl.modules.llm", "torchrl.objectives.llm", "transformers.models.qwen3_moe.modeling_qwen3_moe", "pytest")
 NEEDED = ("torchrl_moe", "test", "benchmarks", "docs", "tutorials", "requirements")
 LIMIT = 1800.0
 """Seconds for the tests of one fault."""
-HUNG = -999
-"""In the place of a status: the tests had not ended in time."""
 NO_TESTS = 5
 """pytest's status where all tests of the files are left out."""
 MOST_BYTES = 8 << 30
@@ -68,8 +52,8 @@ WORDS = {
 class Run:
     """What the tests said of one tree."""
 
-    status: int
-    """pytest's own; below 0 a signal's, or :data:`HUNG`."""
+    status: int | None
+    """pytest's own; below 0 a signal's; ``None``: they had not ended in time."""
     test: str = ""
     """The first that failed, or the one that did not end."""
     said: str = ""
@@ -143,69 +127,37 @@ class _Watch:
         self._failed = False
 
     def _note(self, **values: str) -> None:
-        self._into.write_text(json.dumps(values), encoding="utf-8")
+        if not self._failed:
+            self._into.write_text(json.dumps(values), encoding="utf-8")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if not self._failed:
-            self._note(test=nodeid)
+        self._note(test=nodeid)
 
-    def pytest_runtest_logreport(self, report: object) -> None:
-        self._failing(report)
-
-    def pytest_collectreport(self, report: object) -> None:
-        self._failing(report)
-
-    def _failing(self, report: object) -> None:
-        if getattr(report, "failed", False) and not self._failed:
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            lines = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+            self._note(test=report.nodeid, said=lines[0][:200] if lines else "")
             self._failed = True
-            lines = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]  # type: ignore[attr-defined]
-            self._note(test=report.nodeid, said=lines[0][:200] if lines else "")  # type: ignore[attr-defined]
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def run_tests(tree: Path, tests: Sequence[str], limit: float, patience: int = 300) -> Run:
-    """Run tests of a tree until one fails, in a process that is forked from this one, and in a group of its own.
-
-    Args:
-        tree: the copy.
-        tests: files, or one test.
-        limit: seconds for all of them.
-        patience: seconds for each.
-    """
+    """Run tests of a tree until one fails, ``limit`` seconds for all and ``patience`` for each, in a fork of this."""
     notes = tree / "faults-watch.json"
     notes.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with contextlib.suppress(BaseException):  # the parent asks for the status alone
-            os.setpgid(0, 0)
-            os.chdir(tree)
-            resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-            log = os.open(tree / "faults.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            import pytest
 
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tree)]
-            options += ["--timeout", str(patience)]
-            status = int(pytest.main([*options, *tests], plugins=[_Watch(notes)]))
-        os._exit(status)
-    status = _wait(child, limit)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # what a failed test left behind
-        os.killpg(child, signal.SIGKILL)
+    def run() -> int:
+        os.chdir(tree)
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tree)]
+        return int(pytest.main([*options, "--timeout", str(patience), *tests], plugins=[_Watch(notes)]))
+
+    status = forked(run, limit, tree / "faults.log")
     found = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
     return Run(status, **found)
-
-
-def _wait(child: int, limit: float) -> int:
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return HUNG
 
 
 def judge(fault: Fault, tree: Path, limit: float = LIMIT) -> Result:
@@ -217,8 +169,8 @@ def judge(fault: Fault, tree: Path, limit: float = LIMIT) -> Result:
             run = run_tests(tree, files, limit - (time.monotonic() - began), fault.patience)
             if run.status not in (0, NO_TESTS):
                 break
-    end = {0: "survived", NO_TESTS: "survived", 1: "caught", HUNG: "hung"}.get(run.status)
-    end = end or ("killed" if run.status < 0 else "broken")
+    end = {0: "survived", NO_TESTS: "survived", 1: "caught", None: "hung"}.get(run.status)
+    end = end or ("killed" if (run.status or 0) < 0 else "broken")
     if end == "caught" and "::" not in run.test:  # a file that could not be imported
         end = "broken"
     if end == "caught" and run_tests(tree, [run.test], limit, fault.patience).status != 0:
@@ -234,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep results, and go on from those it has")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for the tests of one fault")
     options = parser.parse_args(arguments)
-    chosen = [fault for fault in FAULTS if not options.only or any(text in fault.where for text in options.only)]
+    only = options.only or [""]
+    chosen = [fault for fault in FAULTS if any(text in f"{fault.name} {fault.file}" for text in only)]
     if options.list:
         for fault in chosen:
             print(f"{fault.name:28} {fault.file:44} {fault.title}")

@@ -15,8 +15,7 @@ import tempfile
 import threading
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import CodeType, FrameType
@@ -29,56 +28,24 @@ SMALL = 60
 HEAD = ["room", "lines", "files", f"under {SMALL} lines", "comment lines per 1000", "`Any`", "`getattr`, `hasattr`"]
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Of one room, or of several together."""
-
-    lines: int
-    files: int
-    small: int
-    comments: int
-    anys: int
-    lookups: int
-
-    @staticmethod
-    def of(sources: Iterable[Source]) -> Size:
-        """Count them."""
-        sources = list(sources)
-        lengths = [len(source.text.splitlines()) for source in sources]
-        nodes = [node for source in sources for node in ast.walk(source.tree)]
-        called = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-        return Size(
-            lines=sum(lengths),
-            files=len(sources),
-            small=sum(length < SMALL for length in lengths),
-            comments=sum(comment_lines(source.text) for source in sources),
-            anys=sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
-            lookups=sum(name in ("getattr", "hasattr") for name in called),
-        )
-
-    def row(self, name: str) -> str:
-        """One line of the table."""
-        per_thousand = f"{1000 * self.comments / max(1, self.lines):.0f}"
-        cells = [name, f"{self.lines:,}", self.files, self.small, per_thousand, self.anys, self.lookups]
-        return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def comment_lines(text: str) -> int:
-    """Lines that hold a comment and nothing else."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type == tokenize.COMMENT and token.line.lstrip().startswith("#") for token in tokens)
+def row(name: str, sources: Iterable[Source]) -> str:
+    """One line of the table: of one room, or of several together."""
+    sources = list(sources)
+    lengths = [len(source.text.splitlines()) for source in sources]
+    names = [node for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.Name)]
+    called = [node.func for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    tokens = [token for source in sources for token in tokenize.generate_tokens(io.StringIO(source.text).readline)]
+    comments = sum(token.type == tokenize.COMMENT and token.line.lstrip().startswith("#") for token in tokens)
+    cells = [name, f"{sum(lengths):,}", len(sources), sum(length < SMALL for length in lengths)]
+    cells += [f"{1000 * comments / max(1, sum(lengths)):.0f}", sum(node.id == "Any" for node in names)]
+    cells.append(sum(isinstance(node, ast.Name) and node.id in ("getattr", "hasattr") for node in called))
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def room(source: Source) -> str:
     """The folder that a file belongs to, with the folders of ``modules`` told apart."""
     folders = source.path.parts[1:-1]
     return "/".join(folders[: 2 if folders[:1] == ("modules",) else 1]) or "(top)"
-
-
-def repeated_names(sources: Iterable[Source]) -> dict[str, int]:
-    """File names that occur more than once."""
-    counts = Counter(source.path.name for source in sources)
-    return {name: count for name, count in sorted(counts.items()) if count > 1 and name != "__init__.py"}
 
 
 class Trace:
@@ -89,11 +56,6 @@ class Trace:
         self.functions: set[tuple[str, str]] = set()
         self._seen: set[CodeType] = set()
         threading.setprofile(self._note)
-
-    @property
-    def files(self) -> list[str]:
-        """Each file once."""
-        return sorted({file for file, _ in self.functions})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -109,13 +71,12 @@ class Trace:
 
     def _note(self, frame: FrameType, event: str, _argument: object) -> None:
         # called for each call and return in all threads, of torch and tensordict mostly: each function is read once
-        if not self.on or event != "call" or frame.f_code in self._seen:
-            return
-        self._seen.add(frame.f_code)
-        _, found, file = frame.f_code.co_filename.rpartition(f"/{PACKAGE}/")
-        # the fake engine stands for a real one, whose files are not counted either
-        if found and not file.startswith("testing/"):
-            self.functions.add((file, frame.f_code.co_qualname))
+        if self.on and event == "call" and frame.f_code not in self._seen:
+            self._seen.add(frame.f_code)
+            _, found, file = frame.f_code.co_filename.rpartition(f"/{PACKAGE}/")
+            # the fake engine stands for a real one, whose files are not counted either
+            if found and not file.startswith("testing/"):
+                self.functions.add((file, frame.f_code.co_qualname))
 
 
 def prompt() -> Trace:
@@ -172,35 +133,27 @@ def step() -> Trace:
     return trace
 
 
-CALLS: dict[str, Callable[[], Trace]] = {
-    "`vLLMWrapper.forward`": prompt,
-    "`update_weights`": update,
-    "a trainer's step": step,
-}
+CALLS = {"`vLLMWrapper.forward`": prompt, "`update_weights`": update, "a trainer's step": step}
 
 
 def table() -> str:
     """The whole, in Markdown."""
     sources = package_sources()
-    rooms = sorted({room(source) for source in sources})
     lines = ["| " + " | ".join(HEAD) + " |", "| --- |" + " ---: |" * (len(HEAD) - 1)]
-    lines += [Size.of(s for s in sources if room(s) == name).row(f"`{name}`") for name in rooms]
-    lines += [Size.of(sources).row("the package"), Size.of(python_sources("test")).row("`test/`")]
-    repeated = repeated_names(sources)
-    lines += ["", f"File names that occur more than once: {', '.join(f'`{name}`' for name in repeated) or 'none'}."]
+    for name in sorted({room(source) for source in sources}):
+        lines.append(row(f"`{name}`", [source for source in sources if room(source) == name]))
+    lines += [row("the package", sources), row("`test/`", python_sources("test"))]
+    counts = Counter(source.path.name for source in sources)
+    repeated = [f"`{name}`" for name, count in sorted(counts.items()) if count > 1 and name != "__init__.py"]
+    lines += ["", f"File names that occur more than once: {', '.join(repeated) or 'none'}."]
     lines += ["", "| over a fake engine | files | functions |", "| --- | ---: | ---: |"]
     for name, call in CALLS.items():
-        trace = call()
-        lines.append(f"| {name} | {len(trace.files)} | {len(trace.functions)} |")
+        functions = call().functions
+        lines.append(f"| {name} | {len({file for file, _ in functions})} | {len(functions)} |")
     return "\n".join([*lines, "", f"Counted {datetime.now(UTC):%Y-%m-%d}, by `make house`."])
 
 
-def main() -> None:
-    """Print the table, and write it into the page."""
+if __name__ == "__main__":
     found = table()
     print(found)
     PAGE.write_text(SHOWN.sub(lambda _: found, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

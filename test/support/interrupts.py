@@ -18,9 +18,6 @@ def interrupts(heard: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
     """Raises a ``KeyboardInterrupt`` in this thread once a condition holds, also where a shell ignores Ctrl-C.
 
     The signal is sent until it is heard: one that comes as a thread is about to wait for a lock may not wake it.
-
-    Args:
-        heard: called as the error is raised.
     """
     asked = threading.Event()
 

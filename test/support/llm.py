@@ -10,8 +10,7 @@ from typing import Any
 
 def report(**changes: Any) -> dict[str, Any]:
     """What a worker says that has staged a version."""
-    done = {"running": False, "fetched": 0.0, "error": None}
-    return {**done, **changes}
+    return {"running": False, "fetched": 0.0, "error": None, **changes}
 
 
 class FakeLLM:
@@ -37,15 +36,11 @@ class FakeLLM:
 
     @property
     def output_processor(self) -> Any:
-        states = {
-            name: SimpleNamespace(
-                external_req_id=request,
-                request_index=index,
-                parent_req=None,
-                detokenizer=SimpleNamespace(num_output_tokens=lambda n=count: n),
-            )
-            for name, (request, index, count) in self.counts.items()
-        }
+        states = {}
+        for name, (request, index, count) in self.counts.items():
+            tokens = SimpleNamespace(num_output_tokens=lambda n=count: n)
+            ids = {"external_req_id": request, "request_index": index, "parent_req": None}
+            states[name] = SimpleNamespace(detokenizer=tokens, **ids)
         if self.arriving:
             name, count = self.arriving.pop(0)
             self.counts[name] = (*self.counts[name][:2], count)
@@ -110,9 +105,8 @@ class FakeLLM:
         values = zip(tokens, self.prompt_logprobs, strict=False)
         rows = [{token: SimpleNamespace(logprob=value)} for token, value in values]
         output = SimpleNamespace(logprobs=[{9: SimpleNamespace(logprob=self.logprob)}])
-        final = SimpleNamespace(
-            outputs=[output], prompt_logprobs=None if params.prompt_logprobs is None else [None, *rows]
-        )
+        asked = params.prompt_logprobs is not None
+        final = SimpleNamespace(outputs=[output], prompt_logprobs=[None, *rows] if asked else None)
 
         async def get() -> Any:
             if self.hangs:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from coverage import Coverage, CoverageData
 
@@ -50,18 +51,13 @@ class Room:
         return [str(file) for file in sorted(files, key=lambda file: file.stat().st_size)]
 
 
+REPLAY = ("test_[bdfhir]*.py", "test_checkpointing.py", "test_parallelism.py")
 ROOMS = {
     "functional": Room("objectives/functional.py", ("objectives/test_[fgmlb]*.py", "contract/test_loss*.py")),
     "objectives": Room("objectives/[!f_]*.py", ("objectives/*.py", "contract/test_loss*.py")),
     "ops": Room("ops/[!_]*.py", ("ops/*.py",)),
     "replay": Room(
-        "modules/replay/[!_]*.py",
-        (
-            "modules/replay/test_[bdfhir]*.py",
-            "modules/replay/test_checkpointing.py",
-            "modules/replay/test_parallelism.py",
-            "contract/test_family*.py",
-        ),
+        "modules/replay/[!_]*.py", (*(f"modules/replay/{name}" for name in REPLAY), "contract/test_family*.py")
     ),
     "data": Room("data/[!_]*.py", ("data/*.py",)),
     "store": Room("store/[!_]*.py", ("store/*.py",)),
@@ -71,28 +67,10 @@ ROOMS = {
     ),
 }
 
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-}
+PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
+COMPARISONS: dict[type[ast.cmpop], Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
+OPERATORS: dict[type[ast.operator], Any] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+OPERATORS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr}
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amin": "amax", "amax": "amin", "sum": "mean"}
 NAMES |= {"zeros": "ones", "zeros_like": "ones_like", "ones": "zeros", "ones_like": "zeros_like", "minimum": "maximum"}
 
@@ -220,46 +198,54 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.mutant.code(), str(self.mutant.file), "exec"), vars(module))
 
 
-def passes(tests: Sequence[str], limit: float, mutant: Mutant | None = None, cover: Path | None = None) -> bool | None:
-    """Whether the tests pass in a process of their own; None: they had not ended after ``limit`` seconds.
+def forked(work: Callable[[], int], limit: float, log: Path | str = os.devnull) -> int | None:
+    """Run a function in a fork with a group of its own; return its status, below 0 a signal's; None: it did not end.
 
-    ``cover``: where it is written which test runs which line.
+    What it leaves behind is killed; what it prints is in ``log``.
     """
     child = os.fork()
     if child == 0:
         status = 1
         with contextlib.suppress(BaseException):  # the parent asks for the status alone
             os.setpgid(0, 0)
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            status = _run(tests, mutant, cover)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            status = work()
         os._exit(status)
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
+    deadline, done, end = time.monotonic() + limit, 0, 0
+    while not done and time.monotonic() < deadline:
+        done, end = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.0 if done else 0.05)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    if not done:
+        os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(end) if done else None
 
 
-def _run(tests: Sequence[str], mutant: Mutant | None, cover: Path | None) -> int:
-    import pytest
+def passes(tests: Sequence[str], limit: float, mutant: Mutant | None = None, cover: Path | None = None) -> bool | None:
+    """Whether the tests pass in a process of their own; None: they had not ended after ``limit`` seconds.
 
-    if mutant is not None:
-        sys.meta_path.insert(0, _Changed(mutant))
-    with contextlib.ExitStack() as stack:
-        if cover is not None:
-            coverage = Coverage(str(cover), include=[str(ROOT / "torchrl_moe" / "*")], config_file=False)
-            coverage.set_option("run:dynamic_context", "test_function")
-            coverage.start()
-            stack.callback(coverage.save)
-            stack.callback(coverage.stop)
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", PURE, *tests]))
+    ``cover``: where it is written which test runs which line.
+    """
+
+    def run() -> int:
+        import pytest
+
+        if mutant is not None:
+            sys.meta_path.insert(0, _Changed(mutant))
+        with contextlib.ExitStack() as stack:
+            if cover is not None:
+                coverage = Coverage(str(cover), include=[str(ROOT / "torchrl_moe" / "*")], config_file=False)
+                coverage.set_option("run:dynamic_context", "test_function")
+                coverage.start()
+                stack.callback(coverage.save)
+                stack.callback(coverage.stop)
+            return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", PURE, *tests]))
+
+    status = forked(run, limit)
+    return None if status is None else status == 0
 
 
 def tests_of(mutant: Mutant, data: CoverageData, files: Sequence[str]) -> list[str]:

@@ -34,17 +34,16 @@ def answers(actor: BigramActor, rollouts: Sequence[TensorDict]) -> list[Answer]:
         ids, prompt = rollout["tokens", "full"].tolist(), len(rollout["tokens", "prompt"])
         places, given = range(prompt, len(ids)), rollout["advantage"][:, 0].tolist()
         rows = [actor.logits[ids[t - 1]].log_softmax(-1) for t in places]
-        out.append(
-            Answer(
-                pi=[row[ids[t]] for row, t in zip(rows, places, strict=True)],
-                mu=[rollout["log_probs", "full"][t] for t in places],
-                prox=[rollout["prox_log_prob"][t] for t in places],
-                ref=[rollout["next", "ref_log_probs", "full"][t] for t in places],
-                entropy=[-(row.exp() * row).sum() for row in rows],
-                age=[CURRENT_VERSION - int(rollout["policy_versions", "full"][t]) for t in places],
-                advantage=[given[0 if len(given) == 1 else t] for t in places],
-            )
+        answer = Answer(
+            pi=[row[ids[t]] for row, t in zip(rows, places, strict=True)],
+            mu=[rollout["log_probs", "full"][t] for t in places],
+            prox=[rollout["prox_log_prob"][t] for t in places],
+            ref=[rollout["next", "ref_log_probs", "full"][t] for t in places],
+            entropy=[-(row.exp() * row).sum() for row in rows],
+            age=[CURRENT_VERSION - int(rollout["policy_versions", "full"][t]) for t in places],
+            advantage=[given[0 if len(given) == 1 else t] for t in places],
         )
+        out.append(answer)
     return out
 
 

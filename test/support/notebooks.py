@@ -116,20 +116,13 @@ def with_head(notebook: NotebookNode, name: str, settings: Settings) -> Notebook
 def cleaned(notebook: NotebookNode) -> NotebookNode:
     """Return a notebook without a terminal's codes, and without what only one run has: times, bars, its Python."""
     notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
-    notebook.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        }
-    )
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
         if cell.cell_type == "code":
-            cell.outputs = [
-                output
-                for output in cell.outputs
-                if PROGRESS not in output.get("data", {}) and not RESTART.match(output.get("text", ""))
-            ]
+            kept = [output for output in cell.outputs if PROGRESS not in output.get("data", {})]
+            cell.outputs = [output for output in kept if not RESTART.match(output.get("text", ""))]
             for kind in [output.data for output in cell.outputs if "text/plain" in output.get("data", {})]:
                 kind["text/plain"] = STYLE.sub("", kind["text/plain"])  # beside HTML, which has the colors
     return notebook
@@ -141,9 +134,7 @@ def problems(notebook: NotebookNode, name: str, settings: Settings, folder: Path
     cells = notebook.cells
     if not re.match(r"\[!\[Open in Colab\].*\n\n# ", cells[0].source):
         yield "the first cell must begin with the badge and a title: make notebooks ARGS=--heads writes the badge"
-    if [INSTALL in cell.metadata.get("tags", []) for cell in cells[:3]] != [False, True, False] or any(
-        INSTALL in cell.metadata.get("tags", []) for cell in cells[3:]
-    ):
+    if [number for number, cell in enumerate(cells) if INSTALL in cell.metadata.get("tags", [])] != [1]:
         yield f"the second cell, and no other, must have the tag {INSTALL!r}"
     if with_head(notebook, name, settings) != notebook:
         yield f"badge or install cell differ from {SETTINGS.name}: make notebooks ARGS=--heads writes them"
@@ -180,26 +171,14 @@ def _cell_problems(cell: NotebookNode, folder: Path) -> Iterator[str]:
 
 
 def executed(notebook: NotebookNode, cell_seconds: int = MOST_SECONDS) -> NotebookNode:
-    """Run a notebook by this Python in an empty folder, over this checkout; return it with what it showed.
-
-    Raises:
-        CellExecutionError: a cell raised.
-        CellTimeoutError: a cell took longer.
-    """
+    """Run a notebook by this Python in an empty folder, over this checkout; return it with what it showed."""
     notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         profile = {"IPYTHONDIR": f"{folder}/.ipython", "JUPYTER_CONFIG_DIR": f"{folder}/.jupyter"}
         environment = {**os.environ, **profile, "PYTHONPATH": str(ROOT)}
-        client = NotebookClient(
-            notebook,
-            timeout=cell_seconds,
-            kernel_name="python3",
-            resources={"metadata": {"path": folder}},
-            record_timing=False,
-            store_widget_state=False,
-            coalesce_streams=True,
-            extra_arguments=["--log-level=ERROR"],
-        )
+        how: dict[str, Any] = {"record_timing": False, "store_widget_state": False, "coalesce_streams": True}
+        how |= {"resources": {"metadata": {"path": folder}}, "extra_arguments": ["--log-level=ERROR"]}
+        client = NotebookClient(notebook, timeout=cell_seconds, kernel_name="python3", **how)
         client.execute(env=environment)
     return cleaned(notebook)
 

@@ -13,19 +13,10 @@ TOKENIZER = ByteTokenizer()
 def source_of(mode: Literal["history", "text", "tokens"], entry: str = "prompt", **attributes: Any) -> PolicyWrapper:
     """A wrapper in an input mode that reads ``(mode, entry)``, with these attributes."""
     wrapper = PolicyWrapper()
-    given = {
-        "input_mode": mode,
-        "input_key": (mode, entry),
-        "tokenizer": TOKENIZER,
-        "tokenizer_kwargs": {},
-        "chat_template": None,
-        "chat_template_name": None,
-        "chat_template_kwargs": {},
-        "attention_mask_key": "attention_mask",
-        "tokens_key": "tokens",
-        "masks_key": "masks",
-        "prefer_tokens": False,
-    }
+    nothing = dict.fromkeys(("chat_template", "chat_template_name"))
+    keys = {name: name.removesuffix("_key") for name in ("attention_mask_key", "tokens_key", "masks_key")}
+    given = {"input_mode": mode, "input_key": (mode, entry), "tokenizer": TOKENIZER, "prefer_tokens": False, **nothing}
+    given |= {**keys, "tokenizer_kwargs": {}, "chat_template_kwargs": {}}
     for name, value in {**given, **attributes}.items():
         setattr(wrapper, name, value)
     return wrapper

@@ -19,24 +19,13 @@ from support.processes import exit_code_of
 
 
 def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240.0, world_size: int = 2) -> list[Any]:
-    """Run a function in processes that are ranks of the default group; return what it returns in each.
-
-    They are forks: torch is not imported again.
-
-    Args:
-        work: it may return what can be pickled, and arrays for tensors.
-        *arguments: of ``work``.
-        seconds: for each of them.
-        world_size: how many.
-    """
+    """Run a function in forks that are ranks of the default group; return its answer in each, arrays for tensors."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        ranks = [
-            context.Process(target=_run, args=(i, world_size, store, work, arguments, answers))
-            for i in range(world_size)
-        ]
+        given = [(i, world_size, store, work, arguments, answers) for i in range(world_size)]
+        ranks = [context.Process(target=_run, args=one) for one in given]
         for rank in ranks:
             rank.start()
         try:
@@ -51,30 +40,15 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
 
 
 def run_with_torchrun(work: Callable[..., Any], *arguments: Any, log: Path, world_size: int = 2) -> None:
-    """Run a function on ranks that torchrun's own agent forks, so that nothing is imported again.
-
-    Args:
-        work: it may not return anything but 0, ``None`` or what can be pickled.
-        *arguments: of ``work``.
-        log: a folder for what the ranks print.
-        world_size: how many.
-    """
+    """Run a function on ranks that torchrun's own agent forks; it returns nothing, and ``log`` has what they print."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def agent() -> None:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world_size,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=log.name,
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=str(log), redirects=Std.ALL),
-        )
+        nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": world_size, "rdzv_backend": "c10d"}
+        nodes |= {"rdzv_endpoint": "localhost:0", "run_id": log.name, "start_method": "fork"}
+        logs = DefaultLogsSpecs(log_dir=str(log), redirects=Std.ALL)
+        config = LaunchConfig(max_restarts=0, monitor_interval=0.1, logs_specs=logs, **nodes)
         returned = elastic_launch(config, work)(*arguments)
         assert not any(returned.values()), returned
 

@@ -29,18 +29,12 @@ TIE = 5e-6
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Where a decoder layer of a family has its router, and how that chooses and weighs.
+    """How a family's router chooses and weighs."""
 
-    Args:
-        path: within the layer.
-        scores: (router, logits ``[T, E]``) -> the scores by which it chooses.
-        weights: (router, logits, experts ``[T, K]``) -> weights of those; ``None`` where experts that score alike have
-            the same.
-    """
-
-    path: str
     scores: Callable[[Any, Tensor], Tensor] = lambda _router, logits: logits
+    """Of router and logits ``[T, E]``, the scores by which it chooses."""
     weights: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    """Of experts ``[T, K]``; ``None`` where experts that score alike have the same."""
 
 
 def _biased(router: Any, logits: Tensor) -> Tensor:
@@ -58,21 +52,12 @@ def _softmax_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True) if is_mixtral or router.norm_topk_prob else weights
 
 
-ROUTERS = {
-    "qwen3_moe": Router("mlp.gate", weights=_softmax_weights),
-    "mixtral": Router("mlp.gate", weights=_softmax_weights),
-    "olmoe": Router("mlp.gate", weights=_softmax_weights),
-    "deepseek_v3": Router("mlp.gate", _biased, _unbiased_weights),
-}
+ROUTERS = {name: Router(weights=_softmax_weights) for name in ("qwen3_moe", "mixtral", "olmoe")}
+ROUTERS["deepseek_v3"] = Router(_biased, _unbiased_weights)
 
 
 class Reference:
-    """A saved model, run teacher-forced on one sequence at a time.
-
-    Args:
-        folder: of the model.
-        dtype: of its weights.
-    """
+    """A saved model, run teacher-forced on one sequence at a time."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -82,14 +67,9 @@ class Reference:
         self._followed: Tensor | None = None
         self._ties: list[tuple[int, int, Tensor]] | None = None
         for layer, block in enumerate(self.model.model.layers):
-            routers = [
-                module
-                for name, module in block.named_modules()
-                if name == self._router.path and hasattr(module, "weight")
-            ]
-            for router in routers:
-                if "Router" in type(router).__name__:  # a dense layer's gate is a projection
-                    router.register_forward_hook(self._keep(layer))
+            router = getattr(block.mlp, "gate", None)
+            if "Router" in type(router).__name__:  # a dense layer's gate is a projection
+                router.register_forward_hook(self._keep(layer))
         self.num_layers = self.model.config.num_hidden_layers
 
     def _keep(self, layer: int) -> Callable[..., Any]:
@@ -123,14 +103,9 @@ class Reference:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return log-probs ``[T]``, those of token t given the tokens before it (NaN for the first), and routes.
 
-        Routes are ``[T, K]`` by layer; dense layers are absent.
-
-        Args:
-            ids: ``[T]``.
-            temperature: of the log-probs.
-            routes: the engine's ``[R, L, K]``, R <= T, to side with at ties; -1 where it has none.
-            followed: bool ``[R]``, rows in which the model takes the engine's experts, whatever it would choose.
-            words: bool ``[T, V]``, which words each token is one of; by default all.
+        Routes are ``[T, K]`` by layer; dense layers are absent. ``routes [R, L, K]``, R <= T, are an engine's, to side
+        with at ties; -1 where it has none. In the rows of ``followed [R]`` the model takes them, whatever it would
+        choose. ``words [T, V]``: which words each token is one of; by default all.
         """
         row = torch.as_tensor(ids).view(1, -1)
         self._seen.clear()
@@ -157,10 +132,7 @@ class Reference:
     def expected(self, completion: Any, output: Any, since: int | None = None) -> tuple[Tensor, dict[int, Tensor]]:
         """Return log-probs of one of an engine's answers, and routes of the whole.
 
-        Args:
-            completion: of a request.
-            output: the answer.
-            since: a version: tokens of earlier ones are read by the experts that the engine recorded for them.
+        Tokens of versions before ``since`` are read by the experts that the engine recorded for them.
         """
         ids = np.concatenate([completion.prompt_token_ids, output.token_ids])
         made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
@@ -189,10 +161,7 @@ class Reference:
 def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:
     """Return chosen experts ``[T, K]``, with theirs in place of ours where one differs and scores the same.
 
-    Args:
-        ours: ``[T, K]``.
-        scores: ``[T, E]``, by which they were chosen.
-        theirs: ``[R, K]``, R <= T, in any order; -1 where there is none.
+    ``scores [T, E]`` are those by which ours were chosen; theirs are ``[R, K]``, R <= T, in any order, -1 for none.
     """
     rows = len(theirs)
     members = [
@@ -209,12 +178,7 @@ def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:
 
 
 def runner_ups(chosen: Tensor, scores: Tensor) -> dict[int, Tensor]:
-    """Return, for rows in which an expert ties with one that was not chosen, the choice with that: row -> ``[K]``.
-
-    Args:
-        chosen: ``[T, K]``.
-        scores: ``[T, E]``, by which they were chosen.
-    """
+    """Return, for rows in which an expert ties with one that was not chosen, the choice with that: row -> ``[K]``."""
     scores = scores.float()
     gaps = (scores.gather(1, chosen)[:, :, None] - scores[:, None, :]).abs()
     gaps.scatter_(2, chosen[:, None, :].expand(-1, chosen.shape[1], -1), torch.inf)

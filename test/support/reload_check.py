@@ -53,18 +53,12 @@ def started(config: Any) -> nn.Module:
     return model
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    biases = [
-        (f"{name}.router", module.router.e_score_correction_bias)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if hasattr(module, "router") and module.router.e_score_correction_bias is not None
-    ]
-    return dict([*named, *biases])
+    modules = [(name, getattr(module, "router", None)) for name, module in model.named_modules(remove_duplicate=False)]
+    named += [(f"{name}.router", bias) for name, router in modules
+              if (bias := getattr(router, "e_score_correction_bias", None)) is not None]  # fmt: skip
+    return dict(named)
 
 
 def differences(model: nn.Module, fresh: nn.Module) -> Iterator[str]:
@@ -106,16 +100,17 @@ def check(case: str) -> list[str]:
         folders = [Path(place, str(seed)) for seed in range(3)]
         for seed, folder in enumerate(folders):
             save_tiny_moe(folder, family, seed=seed, num_hidden_layers=2, tie_word_embeddings="tied" in options)
-        configs = [configuration(folder, family, "bfloat16" if "bf16" in options else "float32") for folder in folders]
+        dtype = "bfloat16" if "bf16" in options else "float32"
+        configs = [configuration(folder, family, dtype) for folder in folders]
         if not torch.distributed.is_initialized():
             start_vllm(configs[0])
         fresh = [started(config) for config in configs]
         wrong = []
-        config = configuration(folders[0], family, "bfloat16" if "bf16" in options else "float32")
+        config = configuration(folders[0], family, dtype)
         model = started(config)
         load = reloader(model, config)
         for version in VERSIONS:
-            load(tensors_of(folders[version]))
+            load(load_file(folders[version] / "model.safetensors"))
             wrong += [f"{version}: {name}" for name in differences(model, fresh[version])]
         return wrong
 

@@ -16,15 +16,8 @@ LIFE = ("start", "join", "ready", "disconnect", "shutdown")
 class ScriptedReplica(FakeReplica):
     """Its steps are those of :data:`LIFE`, ``submit``, ``abort``, and each command.
 
-    Args:
-        index: place in the service.
-        script: step -> an error to raise there, or a function to call; what that of a command returns is the answer,
-            unless it is ``None``.
-        **kwargs: see :class:`~torchrl_moe.testing.fake_engine.FakeReplica`.
-
-    Attributes:
-        log: step and what came with it: the limit for ``ready``, a message's request ids, the id of each request to
-            abort, a command's limit and arguments.
+    ``script``: step -> an error to raise there, or a function to call, whose answer, if any, is the command's. ``log``
+    has each step and what came with it: limits, a message's request ids, the id of each request to abort, arguments.
     """
 
     def __init__(self, index: int = 0, *, script: Mapping[str, Act] | None = None, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,10 +79,8 @@ def byte_row(prompt: int, answer: int, seed: int) -> dict[str, Any]:
     """Random bytes as tokens, and their masks, for a model of bytes; the rest is the caller's."""
     total = prompt + answer
     ids = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed))
-    masks = {
-        "all_attention_mask": torch.ones(total, dtype=torch.bool),
-        "all_assistant_mask": torch.arange(total) >= prompt,
-    }
+    attended, answered = torch.ones(total, dtype=torch.bool), torch.arange(total) >= prompt
+    masks = {"all_attention_mask": attended, "all_assistant_mask": answered}
     tokens = {"full": ids, "prompt": ids[:prompt], "response": ids[prompt:]}
     return {"tokens": tokens, "masks": masks, "sampling": {"temperature": torch.tensor(1.0)}}
 
@@ -109,17 +107,12 @@ def dense(rollouts: Sequence[TensorDictBase], left: int = 0, right: int = 0) -> 
             out[i, before[i] : before[i] + len(row)] = row
         return out
 
+    full = pad(("tokens", "full"), PAD)
     per_token = rollouts[0]["advantage"].shape != (1, 1)
     return TensorDict(
         {
-            "tokens": {
-                "full": pad(("tokens", "full"), PAD),
-                "prompt": pad(("tokens", "full"), PAD)[:, : max(prompts) + left],
-            },
-            "masks": {
-                key: pad(("masks", key), False)  # the assistant mask has no pads either
-                for key in ("all_attention_mask", "all_assistant_mask")
-            },
+            "tokens": {"full": full, "prompt": full[:, : max(prompts) + left]},
+            "masks": {key: pad(("masks", key), False) for key in ("all_attention_mask", "all_assistant_mask")},
             "log_probs": {"full": pad(("log_probs", "full"), 0.0)},
             "next": {"ref_log_probs": {"full": pad(("next", "ref_log_probs", "full"), 0.0)}},
             "prox_log_prob": pad("prox_log_prob", 0.0),
@@ -161,3 +154,17 @@ def total(out: Any) -> Tensor:
 
 def numbers(out: Any) -> dict[str, float]:
     return {key: value.detach().item() for key, value in out.items()}
+
+
+NAN, INF = float("nan"), float("inf")
+Run = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def row(*values: float) -> Tensor:
+    """One sequence, float64."""
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def every(width: int) -> Tensor:
+    """A mask of one sequence that selects all tokens."""
+    return torch.ones(1, width, dtype=torch.bool)

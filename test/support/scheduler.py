@@ -13,13 +13,9 @@ BLOCK = 16
 
 
 class Steps:
-    """The steps of an engine core, one by one.
+    """The steps of an engine core, one by one; if ``overlapping``, one is scheduled before the last has ended.
 
-    Args:
-        folder: of a model.
-        overlapping: whether a step is scheduled before the one before it has ended.
-        blocks: of the cache, each of 16 tokens; one of them is vLLM's own.
-        arguments: of the engine.
+    Of the ``blocks`` of the cache, of 16 tokens each, one is vLLM's own. ``arguments`` are the engine's.
     """
 
     def __init__(self, folder: Path, overlapping: bool, blocks: int = 1000, **arguments: Any) -> None:
@@ -29,26 +25,15 @@ class Steps:
 
         from torchrl_moe.modules.backends.vllm import forced_routing as schedulers
 
-        args = AsyncEngineArgs(
-            model=str(folder),
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK,
-            kv_cache_memory_bytes=1 << 20,
-            async_scheduling=overlapping,
-            **arguments,
-        )
+        common = {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "kv_cache_memory_bytes": 1 << 20}
+        args = AsyncEngineArgs(model=str(folder), async_scheduling=overlapping, **common, **arguments)
         config = args.create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
         _compat.reserve_check_slot(config.scheduler_config)
         attention = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=config.model_config.dtype)
         make = schedulers.AsyncMoEScheduler if overlapping else schedulers.MoEScheduler
-        self.core: Any = make(
-            config,
-            KVCacheConfig(blocks, [], [KVCacheGroupSpec(["attention"], attention)]),
-            StructuredOutputManager(config),
-            block_size=BLOCK,
-        )
+        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["attention"], attention)])
+        self.core: Any = make(config, cache, StructuredOutputManager(config), block_size=BLOCK)
         self._begun: deque[Any] = deque()
         self._depth = 2 if overlapping else 1
         self.tokens: dict[str, int] = {}  # made, by request
@@ -63,16 +48,9 @@ class Steps:
 
         kv_cache_utils.init_none_hash(sha256)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={CHECK: True} if check else None)
-        request = Request(
-            name,
-            list(range(prompt)),
-            params,
-            None,
-            priority=priority,
-            arrival_time=len(self.tokens),
-            cache_salt=name,
-            block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
-        )
+        how = {"priority": priority, "arrival_time": len(self.tokens), "cache_salt": name}
+        hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        request = Request(name, list(range(prompt)), params, None, block_hasher=hasher, **how)
         self.tokens[name] = 0
         self.core.add_request(request)
 

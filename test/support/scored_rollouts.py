@@ -24,10 +24,8 @@ def fake_rollouts() -> LazyStackedTensorDict:
     """Three answers of unequal length, without padding."""
     with FakeAsyncVLLM(seed=1, layout=LAYOUT) as engine:
         policy = vLLMWrapper(engine, input_mode="text")
-        answers = [
-            policy(lazy_stack([TensorDict({"text": {"prompt": prompt}})]), max_new_tokens=new)[0]
-            for prompt, new in SAMPLES.items()
-        ]
+        asked = [(lazy_stack([TensorDict({"text": {"prompt": prompt}})]), new) for prompt, new in SAMPLES.items()]
+        answers = [policy(prompts, max_new_tokens=new)[0] for prompts, new in asked]
     assert len({len(answer["tokens", "full"]) for answer in answers}) == 3
     return lazy_stack(answers)
 

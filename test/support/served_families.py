@@ -17,13 +17,9 @@ from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
 
 SIZES: Mapping[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 128,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 32,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
+    **{name: 32 for name in ("intermediate_size", "moe_intermediate_size", "head_dim")},
     **{f"{name}_token_id": getattr(ByteTokenizer(), f"{name}_token_id") for name in ("pad", "bos", "eos")},
+    **{"vocab_size": 259, "hidden_size": 128, "max_position_embeddings": 2048},
 }
 LATENT: Mapping[str, Any] = {  # what vLLM's MLA kernels on CPU take
     name: size
@@ -42,17 +38,10 @@ class Served:
     """"exact": follows, in float32; "rounded": follows, in bfloat16, since vLLM has a kernel of it for no other dtype;
     "refused": serves, and cannot follow; "unserved": does not start, or dies under the first request."""
 
-    why: str = ""
-    """A part of the message, as a pattern, of what is refused or unserved."""
-
-    live: str = ""
-    """Why it computes something else than transformers where it follows nothing, if it does."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Over :data:`SIZES`."""
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine."""
+    why: str = ""  # a part of the message, as a pattern, of what is refused or unserved
+    live: str = ""  # why it computes something else than transformers where it follows nothing, if it does
+    config: Mapping[str, Any] = field(default_factory=dict)  # over SIZES
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the engine
 
 
 def build_served(name: str) -> PreTrainedModel:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from support.waiting import HOUR, until
 from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.in_flight import Call, InFlight
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.requests import placements
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
@@ -81,3 +86,16 @@ class RestartingService(GenerationService):
 
     def kill(self, index: int, reason: str = "killed") -> None:
         self.replica_table[index].replica.die(reason)
+
+
+def named_requests(names: Sequence[str], max_tokens: int = 4, priority: int = 0) -> list[Request]:
+    """Requests whose prompts are their names."""
+    how: dict[str, Any] = {"sampling_params": {"max_tokens": max_tokens, "logprobs": 0}, "priority": priority}
+    ids = {name: np.frombuffer(name.encode(), np.uint8) for name in names}
+    return [Request(request_id=name, prompt_token_ids=ids[name], **how) for name in names]
+
+
+def waiting_request(priority: int = 0, **fields: Any) -> InFlight:
+    """A request of a call of its own."""
+    call = Call(LoadBalancer(["a replica"]), named_requests("r", priority=priority), placements(1, **fields))
+    return call.requests[0]

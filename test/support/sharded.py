@@ -21,10 +21,7 @@ from torchrl_moe.objectives import GRPOLoss, sum_over_ranks
 from torchrl_moe.testing import make_tiny_moe
 
 SCORES = "log-probs"
-CONFIG: Mapping[str, Any] = {
-    "num_hidden_layers": 3,
-    "vocab_size": 260,
-}  # transformers 5.19 splits a head over TP evenly
+CONFIG: Mapping[str, Any] = {"num_hidden_layers": 3, "vocab_size": 260}  # transformers 5.19 splits a head evenly
 SHAPES = ((4, 5), (2, 4), (6, 6), (3, 2))
 """Tokens of each sample's prompt and of its answer."""
 
@@ -39,20 +36,15 @@ def rollouts() -> TensorDictBase:
         experts[:, 0] = -1  # a dense layer
         experts[[0, -1]] = -1
         answered = torch.arange(length) >= prompt
-        samples.append(
-            TensorDict(
-                {
-                    "tokens": {"full": torch.randint(0, 256, (length,), generator=generator)},
-                    "masks": {
-                        "all_attention_mask": torch.ones(length, dtype=torch.bool),
-                        "all_assistant_mask": answered,
-                    },
-                    "routed_experts": {"full": experts.to(torch.int8)},
-                    "sampling": {"temperature": torch.tensor(0.8)},
-                    "advantage": torch.tensor([[1.0 - 0.7 * i]]),
-                }
-            )
-        )
+        attended = torch.ones(length, dtype=torch.bool)
+        sample = {
+            "tokens": {"full": torch.randint(0, 256, (length,), generator=generator)},
+            "masks": {"all_attention_mask": attended, "all_assistant_mask": answered},
+            "routed_experts": {"full": experts.to(torch.int8)},
+            "sampling": {"temperature": torch.tensor(0.8)},
+            "advantage": torch.tensor([[1.0 - 0.7 * i]]),
+        }
+        samples.append(TensorDict(sample))
     td = lazy_stack(samples)
     with torch.no_grad():
         scores = TransformersWrapper(make_tiny_moe(**CONFIG)).score(td, entropy=False)[0]

@@ -34,9 +34,8 @@ SHARES_IN_ALL_WAYS = "ep_implementation" in inspect.signature(DistributedConfig)
 
 def possible(ways: Mapping[str, Any]) -> dict[str, Any]:
     """Those in which the installed transformers can share a model."""
-    return {
-        name: way for name, way in ways.items() if SHARES_IN_ALL_WAYS or name not in ("EP", "HSDP", "FSDP2, TP, EP")
-    }
+    late = ("EP", "HSDP", "FSDP2, TP, EP")
+    return {name: way for name, way in ways.items() if SHARES_IN_ALL_WAYS or name not in late}
 
 
 def grouped_batch() -> TensorDictBase:
@@ -98,24 +97,17 @@ def one_step(config: GRPOConfig, batch: TensorDictBase) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {}
 
     def note(*_: Any) -> None:
-        gradients.update(
-            {
-                name: whole(weight.grad).clone()
-                for name, weight in policy_model.trained.items()
-                if weight.grad is not None
-            }
-        )
+        found = {name: weight.grad for name, weight in policy_model.trained.items() if weight.grad is not None}
+        gradients.update({name: whole(gradient).clone() for name, gradient in found.items()})
 
     learner.optimizer.register_step_pre_hook(note)
     learner.stepper.step(share)
     weights = {name: whole(weight.detach()).clone() for name, weight in policy_model.trained.items()}
     metrics |= learner.stepper.take_metrics()
     ranks.close()
-    return {
-        "gradients": {name: gradient.cpu().numpy() for name, gradient in gradients.items()},
-        "weights": {name: weight.cpu().numpy() for name, weight in weights.items()},
-        "metrics": metrics,
-    }
+    found = {"gradients": gradients, "weights": weights}
+    arrays = {what: {name: value.cpu().numpy() for name, value in values.items()} for what, values in found.items()}
+    return {**arrays, "metrics": metrics}
 
 
 def steps(configs: Mapping[str, GRPOConfig], batch: TensorDictBase) -> dict[str, dict[str, Any]]:

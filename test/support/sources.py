@@ -1,12 +1,15 @@
-"""The package and its tests as syntax trees: what the tests of the architecture read. Nothing is imported or run."""
+"""The package and its tests as syntax trees, which the tests of the architecture read; and files, imported by path."""
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +63,15 @@ def python_sources(folder: str, root: Path = ROOT) -> list[Source]:
 def package_sources() -> list[Source]:
     """Every file of the package."""
     return python_sources(PACKAGE)
+
+
+def script(path: Path) -> ModuleType:
+    """Import a file that is in no package."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[path.stem] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:

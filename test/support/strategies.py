@@ -9,12 +9,7 @@ from torchrl_moe.modules.serving.strategies import RoutingContext, Strategy
 
 
 class Says(Strategy):
-    """Remembers what it was asked, and the placements it learned.
-
-    Args:
-        answer: always the same, or a function that gives it.
-        name: of the strategy.
-    """
+    """Gives an answer, or what a function gives; remembers what it was asked, and the placements it learned."""
 
     def __init__(self, answer: Any = None, name: str = "says") -> None:
         self.answer = answer

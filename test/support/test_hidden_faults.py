@@ -9,18 +9,18 @@ import pytest
 
 from support import hidden_faults
 from support.fault_table import FAULTS, Fault
-from support.hidden_faults import HUNG, Result, Run, files_of, introduced, judge
+from support.hidden_faults import Result, Run, files_of, introduced, judge
 from support.mutants import ROOMS
 from support.sources import ROOT
 
-FAULT = Fault(
-    name="two-is-three",
-    title="A number was another one",
-    file="number.py",
-    mended="NUMBER = 2",
-    faulty="NUMBER = 3",
-    tests=("test_number.py",),
-)
+ROW = "two-is-three: A number was another one (60 s)\nnumber.py: test_number.py LOSSES\n-NUMBER = 2\n+NUMBER = 3"
+FAULT = Fault.read(ROW)
+
+
+def test_a_row_is_read() -> None:
+    assert (FAULT.name, FAULT.title, FAULT.patience) == ("two-is-three", "A number was another one", 60)
+    assert (FAULT.file, FAULT.mended, FAULT.faulty) == ("number.py", "NUMBER = 2\n", "NUMBER = 3\n")
+    assert FAULT.tests == ("test_number.py", "objectives/", "contract/test_loss*.py")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -31,14 +31,11 @@ def test_a_fault_of_the_table_changes_code_that_is_there_once_and_is_read(fault:
     assert all(files_of((pattern,), ROOT) for pattern in fault.tests)
 
 
-def test_each_room_of_the_mutants_has_sources_and_tests() -> None:
+def test_faults_have_names_of_their_own_and_rooms_of_mutants_have_sources_and_tests() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30  # names are told apart
     for room in ROOMS.values():
         assert [*(ROOT / "torchrl_moe").glob(room.sources)]
         assert all([*(ROOT / "test").glob(pattern)] for pattern in room.tests)
-
-
-def test_names_are_told_apart() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
 
 
 @pytest.mark.parametrize("text", ["NUMBER = 4\n", "NUMBER = 2\nNUMBER = 2\n"])
@@ -84,13 +81,9 @@ def test_a_fault_that_a_test_notices_is_caught_by_it(tree: Path) -> None:
     assert result.said.startswith("AssertionError") or "NUMBER" in result.said
 
 
-ENDS = {
-    "survived": [Run(5)],
-    "broken": [Run(1, "test/test_number.py")],
-    "unsteady": [Run(1, "test/test_number.py::test_number"), Run(1, "test/test_number.py::test_number")],
-    "hung": [Run(HUNG, "test/test_number.py::test_number")],
-    "killed": [Run(-9, "test/test_number.py::test_number")],
-}
+TEST = "test/test_number.py::test_number"
+ENDS = {"survived": [Run(5)], "broken": [Run(1, "test/test_number.py")], "unsteady": [Run(1, TEST), Run(1, TEST)]}
+ENDS |= {"hung": [Run(None, TEST)], "killed": [Run(-9, TEST)]}
 
 
 @pytest.mark.parametrize("end", ENDS)

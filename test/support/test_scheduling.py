@@ -9,16 +9,6 @@ from typing import Any
 from support.scheduling import FileScheduling
 
 
-def test_files_with_ray_are_handed_out_together_and_others_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("@pytest.mark.ray\ndef test_a(): ...")
-    (tmp_path / "test_b.py").write_text("pytestmark = pytest.mark.ray")
-    (tmp_path / "test_c.py").write_text("@pytest.mark.engine\ndef test_c(): ...")
-    (tmp_path / "d.py").write_text("")
-    scheduling = FileScheduling(SimpleNamespace(getvalue=lambda name: ["popen"], rootpath=tmp_path))
-    names = ("test_a.py::test_a", "test_b.py::test_b[x]", "test_c.py::test_c[a::b]", "d.py::package.d.name")
-    assert [scheduling._split_scope(name) for name in names] == ["ray", "ray", "test_c.py", "d.py"]
-
-
 class Node:
     """A worker that notes what it is sent."""
 
@@ -44,6 +34,8 @@ def test_two_workers_start_engines_and_the_third_takes_other_files_first(tmp_pat
         getvalue=lambda name: ["3*popen"], rootpath=tmp_path, option=SimpleNamespace(loadscopereorder=False)
     )
     scheduling = FileScheduling(config)
+    scopes = ["ray", "test_1.py", "test_3.py"]
+    assert [scheduling._split_scope(f"test_{index}.py::test[a::b]") for index in (0, 1, 3)] == scopes
     for node in nodes:
         scheduling.add_node(node)
     for node in nodes:

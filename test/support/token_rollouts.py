@@ -30,16 +30,16 @@ def rollout(prompt: str, answer: str, versions: list[int] | None = None) -> Tens
     known[asked:] = torch.tensor(versions if versions is not None else [0] * (total - asked), dtype=torch.int32)
     sizes = torch.where(sampled, 3, 0).int()
     kept = KeptTokens(ids=torch.arange(3, dtype=torch.int32).repeat(total - asked), sizes=sizes)
-    return TensorDict(
-        {
-            "tokens": {"full": ids, "prompt": ids[:asked], "response": ids[asked:]},
-            "masks": {"all_attention_mask": torch.ones(total, dtype=torch.bool), "all_assistant_mask": sampled},
-            "log_probs": {"full": torch.where(sampled, -0.5, float("nan"))},
-            "policy_versions": {"full": known},
-            "routed_experts": {"full": routes},
-            "sampling": {"kept": kept},
-        }
-    )
+    attended = torch.ones(total, dtype=torch.bool)
+    found = {
+        "tokens": {"full": ids, "prompt": ids[:asked], "response": ids[asked:]},
+        "masks": {"all_attention_mask": attended, "all_assistant_mask": sampled},
+        "log_probs": {"full": torch.where(sampled, -0.5, float("nan"))},
+        "policy_versions": {"full": known},
+        "routed_experts": {"full": routes},
+        "sampling": {"kept": kept},
+    }
+    return TensorDict(found)
 
 
 def token(text: str = "a", **fields: Any) -> ShownToken:

@@ -1,4 +1,4 @@
-"""An ``AsyncLLM`` without vLLM, for an engine process that starts at once; ``toy_program.py`` is that.
+"""An ``AsyncLLM`` without vLLM, for an engine process that starts at once; ``toy_kind.py`` has that.
 
 The engine argument ``start`` says how it starts: ``seconds`` it blocks, ``error`` it fails with, ``print`` for the log,
 ``sleeper`` a grandchild in the process group, ``shared`` a shared memory that it never removes, named in its info. A
@@ -34,13 +34,8 @@ class WrappedError(Exception):
 class ToyParams(dict[str, Any]):
     """A mapping that answers as vLLM's ``SamplingParams``, too."""
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        "n": 1,
-        "seed": None,
-        "min_tokens": 0,
-        "max_tokens": None,
-        "detokenize": False,
-    }
+    DEFAULTS: ClassVar[dict[str, Any]] = dict.fromkeys(("seed", "max_tokens")) | {"n": 1, "min_tokens": 0}
+    DEFAULTS |= {"detokenize": False}
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.DEFAULTS:
@@ -56,17 +51,11 @@ class ToyEngine:
 
     def __init__(self) -> None:
         self.errored = False
-        self.model_config = SimpleNamespace(
-            enable_sleep_mode=True,
-            trust_remote_code=False,
-            logprobs_mode="processed_logprobs",
-            get_vocab_size=lambda: 259,
-        )
-        self.vllm_config = SimpleNamespace(
-            model_config=self.model_config,
-            scheduler_config=SimpleNamespace(scheduler_cls=None),
-            use_v2_model_runner=False,
-        )
+        self.model_config = SimpleNamespace(enable_sleep_mode=True, trust_remote_code=False, get_vocab_size=lambda: 259)
+        self.model_config.logprobs_mode = "processed_logprobs"
+        scheduler = SimpleNamespace(scheduler_cls=None)
+        self.vllm_config = SimpleNamespace(model_config=self.model_config, scheduler_config=scheduler)
+        self.vllm_config.use_v2_model_runner = False
         self.dead_error = "the toy is broken"
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
@@ -97,23 +86,11 @@ class ToyEngine:
             return
         text = prompt.get("prompt")
         ids = prompt["prompt_token_ids"] if text is None else list(text.encode())
-        answer = SimpleNamespace(
-            index=0,
-            token_ids=[] if aborted.is_set() else [token + 1 for token in ids],
-            text="",
-            finish_reason="abort" if aborted.is_set() else "stop",
-            stop_reason=None,
-            logprobs=None,
-            routed_experts=None,
-            sampling_mask=None,
-        )
-        yield SimpleNamespace(
-            prompt=text,
-            prompt_token_ids=ids,
-            num_cached_tokens=1,
-            outputs=[answer],
-            metrics=None,
-        )
+        made = ([], "abort") if aborted.is_set() else ([token + 1 for token in ids], "stop")
+        nothing = dict.fromkeys(("stop_reason", "logprobs", "routed_experts", "sampling_mask"))
+        answer = SimpleNamespace(index=0, token_ids=made[0], text="", finish_reason=made[1], **nothing)
+        given = {"prompt": text, "prompt_token_ids": ids, "num_cached_tokens": 1, "metrics": None}
+        yield SimpleNamespace(outputs=[answer], **given)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborts.append(request_ids)
@@ -179,9 +156,8 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
     if how.get("shared"):
         KEPT.append(SharedMemory(create=True, size=1 << 12))
         name = KEPT[0].name
-    info = ReplicaInfo(
-        model=name, layout=None, max_model_len=8, forced_routing_unavailable_reason="the engine captures no routes"
-    )
+    why = "the engine captures no routes"
+    info = ReplicaInfo(model=name, layout=None, max_model_len=8, forced_routing_unavailable_reason=why)
     return ToyEngine(), info, Load(3, 2, 0.5), None
 
 

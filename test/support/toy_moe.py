@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe.modules.replay.binding import UNSET, Binding
+from torchrl_moe.modules.replay.discovery import RouterSite
+from torchrl_moe.modules.replay.router_replay import bind_routes
+
 
 class ToyRouter(nn.Module):
     """Softmax, top-k. ``forward`` is what the subclasses below do wrong."""
@@ -43,14 +47,12 @@ class TwiceRouter(ToyRouter):
         return scores.sqrt().topk(2).values, scores.topk(2).indices
 
 
-class DeafRouter(ToyRouter):
+class DeafRouter(SortingRouter):
     """Calls ``topk`` as it should, and chooses in another way."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.scores(hidden)
-        scores.topk(2)
-        weights, experts = scores.sort(-1, descending=True)
-        return weights[:, :2], experts[:, :2]
+        self.scores(hidden).topk(2)
+        return super().forward(hidden)
 
 
 class RegroupingRouter(ToyRouter):
@@ -150,3 +152,26 @@ class ToyMoE(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return (hidden,)
+
+
+U = UNSET
+SITES = [RouterSite(layer, f"layers.{layer}.gate", 8, 2, 2) for layer in (1, 2)]
+ROUTES = torch.tensor([[U, U], [5, 3], [0, 1]]).repeat(2, 3, 1, 1)
+"""[B=2, T=3, L=3, K=2], layer 0 dense."""
+SCORES = torch.rand(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+def bound(
+    routes: object = ROUTES, mask: Tensor | None = None, sites: list[RouterSite] = SITES, **options: Any
+) -> Binding:
+    return bind_routes(routes, sites, 3, attention_mask=mask, **options)
+
+
+def own(rows: Tensor | None = None) -> torch.return_types.topk:
+    return (SCORES if rows is None else SCORES[rows]).topk(2)
+
+
+def changed(place: tuple[int, ...], value: object) -> Tensor:
+    routes = ROUTES.clone()
+    routes[place] = torch.tensor(value)
+    return routes

@@ -7,11 +7,18 @@ of itself is held against them.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +31,14 @@ from support.waiting import until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 FAULTS = FaultPolicy(first_delay=0.001, longest_delay=0.02, max_restarts=1 << 20, attempts=1 << 20, probe=math.inf)
 
 
 class Shuffled:
-    """Numbered questions, in another order in each epoch.
-
-    Args:
-        count: of an epoch.
-        seed: of the order.
-    """
+    """Numbered questions, ``count`` in an epoch, in another order in each."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
@@ -56,8 +59,7 @@ class Shuffled:
 class MovingEngine(RestartingService):
     """New weights come while answers are generated, whose first tokens are of those that they began with.
 
-    Replicas that died are restarted with the weights of the others. An abort is one of a weight sync in mode
-    ``abort_resume``: the engine finishes what it cut.
+    Replicas are restarted with the weights of the others, and what a sync in mode ``abort_resume`` cut is finished.
     """
 
     def __init__(self, num_replicas: int, version: int) -> None:
@@ -114,17 +116,14 @@ class Plan:
     on_stale: Any = "wait"
     over_sample: float = 1.0
     max_in_flight: Any = "auto"
-    prompts: int = 7
-    """In an epoch."""
+    prompts: int = 7  # in an epoch
     seed: int = 0
     failing: frozenset[str] = frozenset()
     filtered: frozenset[str] = frozenset()
     turns: int = 1
-    is_shared: bool = True
-    """Whether there is one environment, or a callable that makes them."""
+    is_shared: bool = True  # whether there is one environment, or a callable that makes them
     replicas: int = 2
-    updates_once: bool = True
-    """Whether the trainer updates the weights after each batch and at no other time."""
+    updates_once: bool = True  # whether weights are updated after each batch and at no other time
 
     @property
     def bound(self) -> float:
@@ -163,15 +162,15 @@ class Trainer:
         self.engine = MovingEngine(plan.replicas, self.version)
         size = plan.group_size if plan.turns == 1 else 1
         names = ("group_size", "groups_per_batch", "max_staleness", "order", "window", "on_stale", "over_sample")
+        given = {name: getattr(plan, name) for name in (*names, "max_in_flight")}
         self.collector = AsyncLLMCollector(
             self._env(size) if plan.is_shared else lambda: self._env(size),
             policy=policy_of(self.engine, max_new_tokens=4),
             dataloader=Shuffled(plan.prompts, plan.seed),
-            max_in_flight=plan.max_in_flight,
             group_filter=lambda rows: queries(rows)[0] not in plan.filtered,
             max_failures=1 << 20,
             heartbeat_timeout=60.0,
-            **{name: getattr(plan, name) for name in names},
+            **given,
         )
         if checkpoint.state:
             self.collector.load_state_dict(checkpoint.state)
@@ -184,8 +183,6 @@ class Trainer:
             return 1.0
 
         return chat(size, self.plan.turns, reward)
-
-    # -- what a trainer does ----------------------------------------------------------------------------------------
 
     def take(self) -> None:
         batch = next(self._batches_of)
@@ -253,8 +250,6 @@ class Trainer:
         self.collector.shutdown()
         self.engine.shutdown()
 
-    # -- its books --------------------------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """Wait until nothing is under way, and compare what is missing with what the collector counted."""
         with self.collector.pause():
@@ -262,9 +257,8 @@ class Trainer:
             until(lambda: schedule.ready_groups == schedule.in_line)
             missing = self._missing(self._checkpoint())
             stats = self.collector.stats()
-        failed, filtered, stale = (
-            stats.get(f"collector/groups_dropped/{reason}", 0) for reason in ("failed", "filtered", "stale")
-        )
+        reasons = ("failed", "filtered", "stale")
+        failed, filtered, stale = (stats.get(f"collector/groups_dropped/{reason}", 0) for reason in reasons)
         lost = missing - self._lost
         assert self._lost - missing == Counter()
         assert stats["batches"] == self._batches
@@ -318,3 +312,63 @@ class Trainer:
             bad = plan.failing | plan.filtered
             expected = [query for query in self.order if query not in bad]
             assert self.trained == expected[: len(self.trained)]
+
+
+PROMPTS = 24  # in an epoch
+DONE = "done"
+
+
+def token_seconds(request: Request) -> float:
+    """1 to 5 ms, by the prompt."""
+    assert request.prompt_token_ids is not None
+    return 1e-3 * (1 + int(request.prompt_token_ids.sum()) % 5)
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """What was saved last: prompts that were trained, and the collector's state."""
+    path = folder / "checkpoint"
+    return torch.load(path, weights_only=False) if path.exists() else {"trained": [], "collector": None}
+
+
+def train(folder: Path, order: Any, progress: Connection) -> None:
+    """Train until the epoch has ended; say what was done, and about to be done."""
+    saved = checkpoint(folder)
+    trained, rng = saved["trained"], random.Random(len(saved["trained"]))
+    with FakeAsyncVLLM(2, token_seconds=token_seconds, layout=None) as engine:
+        given: dict[str, Any] = {"policy": policy_of(engine), "dataloader": Questions(PROMPTS), "order": order}
+        collector = AsyncLLMCollector(chat(2), group_size=2, groups_per_batch=2, max_staleness=2, **given)
+        if saved["collector"] is not None:
+            collector.load_state_dict(saved["collector"])
+
+        def save() -> None:
+            progress.send("about to write")
+            torch.save({"trained": trained, "collector": collector.state_dict()}, folder / "unfinished")
+            progress.send("written")
+            os.replace(folder / "unfinished", folder / "checkpoint")
+            progress.send("saved")
+
+        batches = iter(collector)
+        while len(trained) < PROMPTS:
+            trained += queries(next(batches))[::2]
+            progress.send("trained")
+            if rng.random() < 0.5:
+                save()
+        save()
+        progress.send(DONE)
+        collector.shutdown()
+
+
+@contextmanager
+def life(folder: Path, order: str) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Start a trainer; yields its process, and what it says. It is a fork, so nothing is imported again."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(folder, order, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()

@@ -36,8 +36,7 @@ def numbers(rows: list[dict[str, str]], name: str) -> list[float]:
 
 def versions(rows: list[dict[str, str]]) -> list[int]:
     """Those after each step, from that before the first; an engine that served another run continues counting."""
-    found = [int(row["version"]) for row in rows]
-    return [version - int(rows[0]["version"]) + 1 for version in found]
+    return [int(row["version"]) - int(rows[0]["version"]) + 1 for row in rows]
 
 
 def failed_checks(rows: list[dict[str, str]]) -> set[str]:

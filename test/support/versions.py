@@ -20,14 +20,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    CompletionOutput,
-    KeptIds,
-    OnResume,
-    Request,
-    this_process,
-)
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request, this_process
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, Transport
@@ -47,10 +40,7 @@ class Versions:
         self.replicas = [entry.replica for entry in engine.replica_table]
         self.reference = Reference(shelf.folder(family))
         self.store = WeightStoreWriter(folder)
-        kinds: dict[str, Callable[[Path], Transport]] = {
-            "memmap": MemmapTransport,
-            "gloo": GlooTransport,
-        }
+        kinds: dict[str, Callable[[Path], Transport]] = {"memmap": MemmapTransport, "gloo": GlooTransport}
         self.transport = kinds[transport](folder)
         for replica in self.replicas:  # a test before may have updated it by a sender
             replica.call(Engine.claim_weights, SECONDS, this_process(), True)
@@ -116,14 +106,8 @@ class Versions:
     ) -> None:
         """Each token's log-prob, and each row, is what its version makes of all that stands before it.
 
-        Log-probs are over the words that sampling kept.
-        Earlier versions' tokens are read with the experts that were recorded for them.
-
-        Args:
-            completion: what came of a request.
-            output: one of its answers.
-            only: look at the tokens of this version alone; by default at all.
-            live: earlier versions' tokens were read as this version routes them.
+        Log-probs are over the words that sampling kept. Earlier versions' tokens are read with the experts that were
+        recorded for them, or as this version routes them, if ``live``. ``only``: look at tokens of this version alone.
         """
         prompt, answer = len(completion.prompt_token_ids), len(output.token_ids)
         made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
@@ -162,23 +146,11 @@ class Versions:
         return max(found)
 
     def _faults(
-        self,
-        ids: Tensor,
-        sides: Tensor,
-        output: CompletionOutput,
-        tokens: Tensor,
-        own: Tensor,
-        followed: Tensor | None,
+        self, ids: Tensor, sides: Tensor, output: CompletionOutput, tokens: Tensor, own: Tensor, followed: Tensor | None
     ) -> str:
         """Return in what an answer differs from the model as it is.
 
-        Args:
-            ids: of prompt and answer.
-            sides: the rows to side with at ties.
-            output: the answer.
-            tokens: which of its tokens are looked at.
-            own: which rows are.
-            followed: which rows the model takes from the answer.
+        Looked at are some ``tokens`` and the rows of ``own``, beside ``sides`` at ties and those ``followed``.
         """
         words = None if output.kept is None else self._words(output.kept, ids)
         log_probs, routes = self.reference(ids, routes=sides, followed=followed, words=words)

@@ -15,6 +15,7 @@ import os
 import re
 import tarfile
 import tempfile
+import tomllib
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -33,9 +34,7 @@ FIELDS = {
 }
 """``file:name`` of a tuple or a mapping of fields' names -> their class."""
 
-OPTIONAL = {
-    "vllm.v1.worker.gpu_worker.HAS_TRITON": "0.33 asks there; 0.32 in the configuration, which is set, too",
-}
+OPTIONAL = {"vllm.v1.worker.gpu_worker.HAS_TRITON": "0.33 asks there; 0.32 in the configuration, which is set, too"}
 """What not every release has, as it would be reported -> why that is right."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -392,3 +391,15 @@ def download(version: str, cache: Path) -> Path:
                 tar.extractall(scratch, wanted, filter="data")
             os.rename(Path(scratch, folder.name), folder)
     return folder
+
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def releases() -> tuple[str, ...]:
+    """Return them, the oldest first."""
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    (wanted,) = project["optional-dependencies"]["vllm"]
+    limits = re.fullmatch(r"vllm>=0\.(\d+),<0\.(\d+)", wanted)
+    assert limits is not None, f"{wanted!r} names no range of minor versions"
+    return tuple(f"0.{minor}.0" for minor in range(int(limits[1]), int(limits[2])))

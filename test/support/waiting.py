@@ -7,12 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-HOUR = 3600.0
-"""Seconds that no test waits for."""
-
-
-PATIENCE = 60.0
-"""Seconds after which what a test waits for will not come: generous, for the machine may be busy with other things."""
+HOUR = 3600.0  # seconds that no test waits for
+PATIENCE = 60.0  # after which what a test waits for will not come: the machine may be busy with other things
 
 
 def until(condition: Callable[[], Any], seconds: float = PATIENCE, look_every: float = 0.01) -> Any:

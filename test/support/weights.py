@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from torchrl_moe.modules.backends.replica import this_process
+from torchrl_moe.store import Manifest
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
 from torchrl_moe.weight_update import VLLMWeightSender, VLLMWeightSyncScheme
 
 Connect = Callable[..., VLLMWeightSender]
 Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
-
-
 THIS_DRIVER = this_process()
 """As replicas name the driver that owns their weights."""
 
@@ -79,3 +81,16 @@ def soft(*times: int) -> Callable[[int], Exception | None]:
 
 def always(error: Exception) -> Callable[[int], Exception]:
     return lambda asked: error
+
+
+def note_made(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[threading.Thread]]:
+    """Return by version the threads in which this process makes manifests from now on."""
+    made: dict[int, list[threading.Thread]] = defaultdict(list)
+    plain = Manifest.__init__
+
+    def note(self: Manifest, version: int, *rest: Any) -> None:
+        made[version].append(threading.current_thread())
+        plain(self, version, *rest)
+
+    monkeypatch.setattr(Manifest, "__init__", note)
+    return made

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,12 +19,13 @@ from typing import Any
 import pytest
 from tensordict import set_list_to_stack
 
+from support import sources
 from support.clusters import ClusterHolder
 from support.engines import EngineShelf
 from support.processes import PYTHONPATH
 from torchrl_moe.modules import AsyncVLLM
 
-SCRIPT = Path(__file__).parents[2] / "tutorials" / "swap_the_import.py"
+SCRIPT = sources.ROOT / "tutorials" / "swap_the_import.py"
 SWAPPED = {
     "torchrl_moe.modules": "torchrl.modules.llm",
     "torchrl_moe.objectives": "torchrl.objectives.llm",
@@ -37,25 +37,15 @@ SMALL = ["--prompts", "2", "--repeats", "4", "--max-tokens", "6"]
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The tour, as a module."""
-    spec = spec_from_file_location("swap_the_import", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# -- nothing but imports ----------------------------------------------------------------------------------------------
+    return sources.script(SCRIPT)
 
 
 def imported_from_us(tree: ast.Module) -> dict[str, Any]:
     """Name -> TorchRL's own, of what the script's first lines import from us."""
     lines = [n for n in tree.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("torchrl_moe")]
     assert {line.module for line in lines} == set(SWAPPED)
-    return {
-        alias.name: getattr(import_module(SWAPPED[line.module or ""]), alias.name)
-        for line in lines
-        for alias in line.names
-    }
+    names = [(SWAPPED[line.module or ""], alias.name) for line in lines for alias in line.names]
+    return {name: getattr(import_module(module), name) for module, name in names}
 
 
 def test_each_call_is_one_of_torchrls_own() -> None:
@@ -70,9 +60,6 @@ def test_each_call_is_one_of_torchrls_own() -> None:
         inspect.signature(function).bind(*call.args, **{word.arg: None for word in call.keywords if word.arg})
         checked.add(name)
     assert checked == set(theirs)
-
-
-# -- each form runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +124,6 @@ def test_everything_in_ray(ray_cluster: ClusterHolder, tmp_path: Path) -> None:
     steps = re.findall(r"step +(\d+)  policy (\d+)  .* to the sampler ([+-]\S+)", run.stdout)
     assert [(step, version) for step, version, _ in steps] == [("1", "1"), ("2", "2")]
     assert all(abs(float(distance)) < 1e-5 for *_, distance in steps)
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

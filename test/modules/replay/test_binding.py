@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from support.bindings import SCORES, SITES, U, bound, own
+from support.toy_moe import SCORES, SITES, U, bound, own
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, Recording, ReplayState
 from torchrl_moe.modules.replay.discovery import RouterSite

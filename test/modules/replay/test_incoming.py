@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.bindings import ROUTES, SCORES, SITES, U, bound, changed, own
 from support.routes import tokens
-from support.toy_moe import ToyMoE, ToyRouter
+from support.toy_moe import ROUTES, SCORES, SITES, ToyMoE, ToyRouter, U, bound, changed, own
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules.replay.discovery import RouterSite

@@ -18,7 +18,7 @@ import pytest
 from support.clock import Clock
 from support.completions import assert_same_answers, cut
 from support.replicas import ScriptedReplica
-from support.requests import waiting_request
+from support.services import waiting_request
 from support.strategies import Says
 from support.waiting import HOUR, PATIENCE, in_thread, until
 from torchrl_moe.errors import (

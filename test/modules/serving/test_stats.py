@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.html_table import TableReader
-from support.requests import waiting_request
-from support.services import ask, slow_if, until_running
+from support.services import ask, slow_if, until_running, waiting_request
 from support.waiting import in_thread
 from torchrl_moe.errors import (
     EngineError,

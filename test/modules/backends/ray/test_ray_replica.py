@@ -16,9 +16,7 @@ import psutil
 import pytest
 import ray
 
-from support.actors import groups_in_use, pids, ray_service, toy_actors
-from support.fake_cluster import FakeActor, FakeCluster
-from support.hosts import ToyHost
+from support.actors import FakeActor, FakeCluster, ToyHost, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, ids_request, is_gone
 from support.waiting import HOUR, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError

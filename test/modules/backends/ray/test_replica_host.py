@@ -21,8 +21,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-from support.actors import ray_service
-from support.hosts import ToyHost
+from support.actors import ToyHost, ray_service
 from support.processes import group, ids_request
 from support.waiting import until
 from torchrl_moe.errors import EngineError

@@ -24,10 +24,10 @@ import torch
 from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
 from support.loops import in_loop
-from support.manifests import note_made
 from support.processes import ids_request
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
+from support.weights import note_made
 from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 from torchrl_moe.modules.backends.engine import Engine

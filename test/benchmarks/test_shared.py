@@ -1,15 +1,60 @@
-"""Engines that take turns: ended processes are passed over, and none stays stopped."""
+"""What benchmarks share: records of any library's numbers, costs of a step on paper, engines that take turns."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from benchmarks.engines.turns import Turns, engine_processes, is_engine
+from benchmarks.report import RESULTS, Row, finish, read_records, table
+from benchmarks.scale import Assumptions, Step, bound, replicas_of
+from support.sources import ROOT
 from support.waiting import until
+from torchrl_moe.trainers.plan import ModelSizes
+
+FILES = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+
+@pytest.mark.needs_vllm
+@pytest.mark.parametrize("name", [".".join(path.parts) for path in FILES])
+def test_it_can_be_imported(name: str) -> None:
+    import_module(name)
+
+
+@pytest.mark.parametrize("missed", [False, np.float64(1.08) <= 1.05, torch.tensor(1.08) <= 1.05])
+def test_a_verdict_of_any_library_is_kept(missed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = Row(claim="time", value="1.08", target="<= 1.05", met=missed)
+    assert row.met is False
+    finish("one", [row, Row(claim="load", value="1.0")])
+    assert read_records(RESULTS)["one"].rows == [row, Row(claim="load", value="1.0")]
+    assert table([row]).endswith("| time | 1.08 | <= 1.05 | **no** |")
+
+
+COUNTS = {"parameters": 1000, "trained": 1000, "adapter": 0, "adapted": 0, "layer": 200, "outside": 200, "experts": 600}
+COUNTS |= {"largest": 100, "hidden": 10, "expert_width": 5, "layers": 4, "top_k": 2, "num_experts": 8, "kv": 5}
+SIZES = ModelSizes(**COUNTS, kv_heads=1)
+GIVEN = Assumptions(
+    flops=1e6, memory_bandwidth=1e6, network=1e3, training_share=0.5, decoding_share=0.25, tokens=10, slots=4
+)
+
+
+def test_a_step_by_hand() -> None:
+    assert replicas_of(16, GIVEN) == 6
+    step = Step.of(16, 32, SIZES, GIVEN)
+    token = (2 * 1000 + 4 * 5 * 5 * 2) / 2 / (1e6 * 0.25)  # weights and four half answers, over two GPUs
+    assert step.answer == pytest.approx(10 * token)
+    active = 1000 - 100 - 600 * 6 / 8  # the embedding, and six experts of eight, do nothing
+    assert step.train == pytest.approx(32 * 10 * 8 * active / (4 * 1e6 * 0.5))
+    assert step.sync == pytest.approx(6 * 2000 / 1e3)
+    assert bound({"rollouts": 2.0, "training": 3.0}) == "training"  # the longest
 
 
 @pytest.fixture
@@ -26,7 +71,7 @@ def stopped(processes: list[psutil.Process]) -> list[bool]:
     return [process.status() == psutil.STATUS_STOPPED for process in processes]
 
 
-def test_while_one_engine_works_the_others_are_stopped(sleepers: list[psutil.Process]) -> None:
+def test_while_one_engine_works_the_others_are_stopped_and_none_after_an_error(sleepers: list[psutil.Process]) -> None:
     a, b, c = sleepers
     with Turns({"one": {a}, "two": {b, c}}) as turns:
         turns.give("one")
@@ -36,10 +81,7 @@ def test_while_one_engine_works_the_others_are_stopped(sleepers: list[psutil.Pro
         turns.give("none of these")
         until(lambda: stopped(sleepers) == [True, True, True])
     until(lambda: stopped(sleepers) == [False, False, False])
-
-
-def test_an_error_in_somebodys_turn_leaves_nothing_stopped(sleepers: list[psutil.Process]) -> None:
-    with pytest.raises(KeyError, match="mine"), Turns({"one": sleepers[:1], "two": sleepers[1:]}) as turns:
+    with pytest.raises(KeyError, match="mine"), Turns({"one": {a}, "two": {b, c}}) as turns:
         turns.give("one")
         raise KeyError("mine")
     until(lambda: stopped(sleepers) == [False, False, False])
