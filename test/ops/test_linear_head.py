@@ -1,4 +1,4 @@
-"""The tiles add up to what dense float64 algebra says, whatever their size."""
+"""Tiles add up to what dense float64 algebra says, whatever their size, and lists of ids to what a dense mask says."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_the_size_of_the_tiles_changes_nothing(elements: int, outer: float, inne
     torch.testing.assert_close(scores.chosen - scores.log_sum, log_probs[torch.arange(ROWS), TOKENS])
     torch.testing.assert_close(scores.entropy, -(log_probs.exp() * log_probs).sum(-1))
     grads = (torch.arange(ROWS, dtype=torch.float64), torch.ones(ROWS, dtype=torch.float64))
-    needs = [True, True, True]
-    whole = backward_tiles(head(outer, inner), TOKENS, scores, grads, needs, 10_000)
-    tiled = backward_tiles(head(outer, inner), TOKENS, scores, grads, needs, elements)
+    whole, tiled = (
+        backward_tiles(head(outer, inner), TOKENS, scores, grads, [True] * 3, n) for n in (10_000, elements)
+    )
     torch.testing.assert_close((tiled.hiddens, tiled.weights, tiled.bias), (whole.hiddens, whole.weights, whole.bias))
 
 
@@ -126,3 +126,54 @@ def test_no_tensor_is_larger_than_a_tile() -> None:
         scores = forward_tiles(one, tokens, True, elements)
         backward_tiles(one, tokens, scores, (ones, ones), [True, True, False], elements)
     assert columns * 2 < largest.numel <= elements
+
+
+# -- lists of ids in tiles --------------------------------------------------------------------------------------------
+
+IDS, SIZES = torch.tensor([4, 0, 3, 3, 1], dtype=torch.int32), torch.tensor([2, 0, -1, 0, 2], dtype=torch.int8)
+KEPT = RowVocabularies(IDS, SIZES)
+MASK = torch.tensor([[1, 0, 0, 0, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
+
+
+@pytest.mark.parametrize("height", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_tiles_are_filled_as_the_mask_says(height: int, width: int) -> None:
+    left_out, whole = KEPT.tiled(height, width, 5), torch.ones_like(MASK)
+    for top in range(0, 5, height):
+        for left in range(0, 5, width):
+            rows, columns = slice(top, min(top + height, 5)), slice(left, min(left + width, 5))
+            tile = whole[rows, columns].clone()
+            assert left_out.fill_(tile, columns, rows, 0) is tile
+            whole[rows, columns] = tile
+    assert torch.equal(whole, MASK)
+
+
+def test_an_id_that_stands_twice_counts_once_and_sizes_of_int8_do_not_wrap() -> None:
+    kept = RowVocabularies(torch.tensor([1, 1, 0, 0]), torch.tensor([2, -2]))
+    kept.check_values(torch.tensor([1, 1]), 2)
+    filled = kept.tiled(2, 2, 2).fill_(torch.ones(2, 2), slice(0, 2), slice(0, 2), 0)
+    assert filled.tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    kept = RowVocabularies(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
+    kept.check_values(torch.tensor([128]), 129)
+    assert kept.rows().tolist() == [0] * 128
+    part = KEPT.select(torch.tensor([False, True, True, False, True]))
+    assert (part.ids.tolist(), part.sizes.tolist()) == ([3, 3, 1], [0, -1, 2])
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "message"),
+    [
+        ([4, 0, 3, 3], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 4"),
+        ([4, 0, 3, 3, 1, 0], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 6"),
+        ([4, 0, 5, 3, 1], [0, 1, 2, 3, 1], r"ids of kept must be in 0\.\.4, row 2 has 5"),
+        ([4, 0, 3, 3, -1], [0, 1, 2, 3, 3], r"ids of kept must be in 0\.\.4, row 4 has -1"),
+        ([4, 0, 3, 3, 1], [2, 1, 2, 3, 1], "row 0: token 2 is not among the ids that kept gives this row"),
+        ([4, 0, 3, 3, 1], [0, 1, 3, 3, 1], "row 2: token 3 is not among the ids"),
+        ([4, 0, 3, 3, 1], [0, 1, 2, 3, 4], "row 4: token 4 is not among the ids"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(ids: list[int], tokens: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RowVocabularies(torch.tensor(ids), SIZES).check_values(torch.tensor(tokens), 5)
+    KEPT.check_values(torch.tensor([0, 1, 2, 3, 1]), 5)
+    RowVocabularies(IDS[:0], 0 * SIZES).check_values(torch.tensor([0, 1, 2, 3, 4]), 5)
