@@ -109,17 +109,6 @@ def test_equal_to_dense(
         assert not any(grad[everywhere_out].any() for grad in ours_grads[1:])
 
 
-def test_kept_tokens_by_hand() -> None:
-    """Logits log 1, 2, 3, 4: of ids 0 and 3, id 3 has 4/5; of all but id 3, id 2 has 3/6."""
-    weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None].requires_grad_()
-    kept = torch.tensor([3, 0, 3]), torch.tensor([2, -1, 0])
-    log_probs, entropy = selected_log_probs(torch.ones(3, 1), weight, torch.tensor([3, 2, 1]), kept=kept)
-    torch.testing.assert_close(log_probs.exp(), torch.tensor([4 / 5, 3 / 6, 2 / 10]))
-    torch.testing.assert_close(entropy[0], torch.tensor(math.log(5) - 4 / 5 * math.log(4)))
-    (grad,) = torch.autograd.grad(log_probs[:2].sum(), weight)
-    torch.testing.assert_close(grad[:, 0], torch.tensor([-1 / 5 - 1 / 6, -2 / 6, 1 / 2, 1 / 5]))  # 1[chosen] - p
-
-
 @pytest.mark.parametrize("kind", [None, "mixed"])
 def test_parts_add_up(kind: str | None) -> None:
     """LoRA: two parts are the head with its merged weight, and a frozen head gets no gradient."""
