@@ -1,4 +1,4 @@
-"""Tiles of a linear head by hand, at the limits of numbers and of memory; lists of ids, and those that are refused."""
+"""Tiles of a linear head at the limits of numbers and of memory. What they add up to is in ``test_log_probs.py``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrl_moe.ops.linear_head import LinearHead, RowScores, RowVocabularies, backward_tiles, forward_tiles
-
-
-def test_one_row_by_hand() -> None:
-    """Logits 0, 0, log 2: probabilities 1/4, 1/4, 1/2."""
-    weight = torch.tensor([[0.0], [0.0], [math.log(2)]])
-    one = LinearHead([torch.ones(1, 1)], [weight], None, 1.0, 0.0)
-    scores = forward_tiles(one, torch.tensor([2]), True, 1)
-    assert (scores.chosen - scores.log_sum).item() == pytest.approx(math.log(0.5))
-    assert scores.log_sum.item() == pytest.approx(math.log(4))
-    assert scores.entropy.item() == pytest.approx(1.5 * math.log(2))
-    grads = backward_tiles(one, torch.tensor([2]), scores, (torch.ones(1), torch.zeros(1)), [True, True, False], 1)
-    torch.testing.assert_close(grads.weights[0][:, 0], torch.tensor([-0.25, -0.25, 0.5]))  # 1[chosen] - p
-    assert grads.hiddens[0].item() == pytest.approx(0.5 * math.log(2))
-    assert grads.bias is None
 
 
 @pytest.mark.parametrize("elements", [2, 10_000])
@@ -91,12 +77,6 @@ def test_no_tensor_is_larger_than_a_tile() -> None:
     assert columns * 2 < largest.numel <= elements
 
 
-# -- lists of ids in tiles --------------------------------------------------------------------------------------------
-
-IDS, SIZES = torch.tensor([4, 0, 3, 3, 1], dtype=torch.int32), torch.tensor([2, 0, -1, 0, 2], dtype=torch.int8)
-KEPT = RowVocabularies(IDS, SIZES)
-
-
 def test_an_id_that_stands_twice_counts_once_and_sizes_of_int8_do_not_wrap() -> None:
     kept = RowVocabularies(torch.tensor([1, 1, 0, 0]), torch.tensor([2, -2]))
     kept.check_values(torch.tensor([1, 1]), 2)
@@ -105,24 +85,3 @@ def test_an_id_that_stands_twice_counts_once_and_sizes_of_int8_do_not_wrap() -> 
     kept = RowVocabularies(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
     kept.check_values(torch.tensor([128]), 129)
     assert kept.rows().tolist() == [0] * 128
-    part = KEPT.select(torch.tensor([False, True, True, False, True]))
-    assert (part.ids.tolist(), part.sizes.tolist()) == ([3, 3, 1], [0, -1, 2])
-
-
-@pytest.mark.parametrize(
-    ("ids", "tokens", "message"),
-    [
-        ([4, 0, 3, 3], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 4"),
-        ([4, 0, 3, 3, 1, 0], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 6"),
-        ([4, 0, 5, 3, 1], [0, 1, 2, 3, 1], r"ids of kept must be in 0\.\.4, row 2 has 5"),
-        ([4, 0, 3, 3, -1], [0, 1, 2, 3, 3], r"ids of kept must be in 0\.\.4, row 4 has -1"),
-        ([4, 0, 3, 3, 1], [2, 1, 2, 3, 1], "row 0: token 2 is not among the ids that kept gives this row"),
-        ([4, 0, 3, 3, 1], [0, 1, 3, 3, 1], "row 2: token 3 is not among the ids"),
-        ([4, 0, 3, 3, 1], [0, 1, 2, 3, 4], "row 4: token 4 is not among the ids"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(ids: list[int], tokens: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RowVocabularies(torch.tensor(ids), SIZES).check_values(torch.tensor(tokens), 5)
-    KEPT.check_values(torch.tensor([0, 1, 2, 3, 1]), 5)
-    RowVocabularies(IDS[:0], 0 * SIZES).check_values(torch.tensor([0, 1, 2, 3, 4]), 5)

@@ -237,6 +237,7 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
 
 
 NO_IDS, NO_SIZES = torch.zeros(0).int(), torch.zeros(ROWS).int()
+FEW = torch.tensor([2, 0, -1, 0, 2, 0, 0, 0, 0], dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,14 @@ NO_IDS, NO_SIZES = torch.zeros(0).int(), torch.zeros(ROWS).int()
         ({"kept": (NO_IDS, NO_SIZES.float())}, "sizes of kept must have a signed integer"),
         ({"kept": (NO_IDS, NO_SIZES.to(torch.uint8))}, "sizes of kept must have a signed integer"),
         ({"kept": (NO_IDS, NO_SIZES[1:])}, r"sizes of kept must have shape \[9\], got \[8\]"),
-        ({"kept": (TOKENS + 0, NO_SIZES - 1)}, "row 0: token 0 is not among the ids that kept gives"),
+        # rows 0 to 4 have the ids 4 and 0, all, all but 3, all, and 17 and 1
+        ({"kept": (torch.tensor([4, 0, 3, 17]), FEW)}, "the sizes of kept say 5 ids, and there are 4"),
+        ({"kept": (torch.tensor([4, 0, 3, 17, 1, 0]), FEW)}, "the sizes of kept say 5 ids, and there are 6"),
+        ({"kept": (torch.tensor([4, 0, 31, 17, 1]), FEW)}, r"ids of kept must be in 0\.\.30, row 2 has 31"),
+        ({"kept": (torch.tensor([4, 0, 3, 17, -1]), FEW)}, r"ids of kept must be in 0\.\.30, row 4 has -1"),
+        ({"kept": (torch.tensor([4, 2, 3, 17, 1]), FEW)}, "row 0: token 0 is not among the ids that kept gives this"),
+        ({"kept": (torch.tensor([4, 0, 4, 17, 1]), FEW)}, "row 2: token 4 is not among the ids"),
+        ({"kept": (torch.tensor([4, 0, 3, 16, 1]), FEW)}, "row 4: token 17 is not among the ids"),
         ({"tile_bytes": 11}, "tile_bytes must hold at least 3 numbers of 4 bytes, got 11"),
     ],
 )

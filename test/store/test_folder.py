@@ -14,11 +14,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import xxhash
-from torch import Tensor
 
 from torchrl_moe.errors import WeightSyncError
-from torchrl_moe.store.content import PIECE_BYTES, lay_out, pieces_of, send
+from torchrl_moe.store.content import PIECE_BYTES, lay_out, pieces_of
 from torchrl_moe.store.folder import (
     WriterLock,
     available_memory,
@@ -115,30 +113,6 @@ def test_what_the_host_has_and_groups_leave(
 
 
 BIG = PIECE_BYTES // 4 + 3  # elements of float32
-
-
-def plain(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        *(torch.arange(count, dtype=torch.float32) % 1000 for count in (1, 1000, BIG, 2 * BIG)),
-        torch.randn(7, 5).mT,
-        torch.tensor(2.5),
-        torch.empty(0, 3),
-        torch.arange(9.0)[::2],
-        torch.ones(1).expand(9),
-    ],
-    ids=["one", "many", "big", "bigger", "transposed", "scalar", "empty", "every second", "one many times"],
-)
-def test_pieces_are_the_bytes_in_order_and_small_and_have_a_digest(tensor: Tensor, dtype: torch.dtype) -> None:
-    pieces: list[bytes] = []
-    digest = send(tensor, dtype, lambda offset, piece: pieces.append(piece.tobytes()))
-    assert (b"".join(pieces), digest) == (plain(tensor.to(dtype)), xxhash.xxh3_64_hexdigest(b"".join(pieces)))
-    assert all(len(piece) <= PIECE_BYTES for piece in pieces)
 
 
 def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:

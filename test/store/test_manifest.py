@@ -134,26 +134,6 @@ def test_a_text_that_was_damaged_anywhere_is_refused() -> None:
             Manifest.from_json(damaged)
 
 
-def test_a_text_that_someone_wrote_so_is_refused_or_has_its_tensors_within_counts() -> None:
-    """The checksum is right; what it covers was changed at random."""
-    rng, accepted = random.Random(8), 0
-    for turn in range(2000):
-        text = (BASE, PATCH)[turn % 2]
-        at = rng.randrange(len(text))
-        piece = rng.choice(["", "9", "-1", '"', "[", "]", "{", "}", ",", "\n", "null", "1e9", "F8_E4M3", " "])
-        try:
-            found = Manifest.from_json(sealed(text[:at] + piece + text[at + rng.randrange(3) :]))
-        except ManifestMismatch:
-            continue
-        accepted += 1
-        for entry in found.entries:
-            assert entry.offset >= 0
-            assert entry.offset % entry.torch_dtype.itemsize == 0
-            assert entry.stored <= max(entry.nbytes, entry.nbytes * (1 + 2 / entry.torch_dtype.itemsize))
-        assert found.base is None or 0 <= found.base < found.version
-    assert accepted > 0
-
-
 def edited(*pairs: str, text: str = BASE) -> str:
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         assert old in text

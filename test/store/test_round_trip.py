@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.store.folder import pinned
 
-DTYPES = [getattr(torch, name) for name in ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"]]
-DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 MEMORY = Path("/dev/shm")
 
 
@@ -48,43 +43,6 @@ def constant(value: float, size: int = 1000) -> dict[str, Tensor]:
 def read(reader: Reader, version: int) -> dict[str, Tensor]:
     with reader.reading(reader.manifest(version)) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    """Any finite numbers in any dtype and shape, 0-d and empty ones too, contiguous or not."""
-    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)
-    tensor = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
-    if dtype.is_floating_point:
-        tensor = torch.where(tensor.double().isfinite(), tensor, torch.ones((), dtype=dtype))
-    tensor = tensor.view(shape)
-    return tensor.mT if len(shape) == 2 and draw(st.booleans()) else tensor
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.dictionaries(st.text(max_size=8), tensors(), max_size=6), min_size=1, max_size=4),
-    st.sampled_from([None, str(MEMORY)] if MEMORY.is_dir() else [None]),
-)
-def test_every_version_comes_back_bit_by_bit(versions: list[dict[str, Tensor]], place: str | None) -> None:
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        writer, reader = WeightStoreWriter(folder), WeightStoreReader(folder)
-        for number, weights in enumerate(versions, start=1):
-            manifest = writer.publish(weights.items(), number)
-            assert reader.manifest(number) == manifest
-            reader.verify(manifest)
-            again = read(reader, number)
-            assert list(again) == list(weights)
-            assert all(same_bits(again[name], weights[name]) for name in weights)
-            assert manifest.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-            assert manifest.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
 def test_the_digest_is_of_names_dtypes_shapes_and_bytes(writer: Writer) -> None:

@@ -178,14 +178,14 @@ def test_distances_of_more_than_sixteen_bits_are_bridged(tmp_path: Path) -> None
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 1 << 32), st.lists(st.floats(0, 1), min_size=2, max_size=8))
-def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float]) -> None:
+@given(st.integers(0, 1 << 32), st.lists(st.floats(0, 1), min_size=2, max_size=8), st.booleans())
+def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float], delta: bool) -> None:
     """Whichever elements of whichever dtypes change, all versions that are kept, and the last, are what was sent."""
     rng = torch.Generator().manual_seed(seed)
     dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
     sent: dict[int, dict[str, Tensor]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        writer = WeightStoreWriter(folder, delta=True)
+        writer, reader = WeightStoreWriter(folder, delta=delta), WeightStoreReader(folder)
         weights = {f"{dtype}": torch.zeros(211, 3, dtype=dtype) for dtype in dtypes}
         for version, share in enumerate(shares, start=1):
             for name, tensor in weights.items():
@@ -193,9 +193,11 @@ def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float]) -> Non
                 hit = torch.rand(len(raw), generator=rng) < share**4
                 raw[hit, 0] = (raw[hit, 0] + 1) % (2 if tensor.dtype == torch.bool else 100)
                 weights[name] = raw.reshape(-1).view(tensor.dtype).view(tensor.shape)
-            writer.publish(weights.items(), version)
+            manifest = writer.publish(weights.items(), version)
+            assert (reader.manifest(version), manifest.nbytes) == (manifest, 211 * 3 * (2 + 4 + 8 + 1 + 1 + 1))
+            assert manifest.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
             sent[version] = dict(weights)
-            for kept in WeightStoreReader(folder).versions():
+            for kept in reader.versions():
                 assert all(same(found, sent[kept][name]) for name, found in _at(Path(folder), kept))
 
 

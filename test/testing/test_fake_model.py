@@ -72,18 +72,6 @@ def follow(rows: Any, model: FakeModel = OLD, **fields: Any) -> Request:
     return model.checked(asked)
 
 
-def test_rows_that_are_followed_come_back_and_all_else_is_as_it_was() -> None:
-    plain, followed = complete(ask()), complete(follow(rows_of(-1, 6)))
-    for one, other in zip(plain.outputs, followed.outputs, strict=True):
-        assert other.routed_experts.dtype == np.uint8  # as vLLM gives them
-        assert other.routed_experts[1].tolist() == [[0, 0], [6, 7], [6, 7], [6, 7]]
-        assert not np.array_equal(one.routed_experts[1], other.routed_experts[1])
-        rest = [0, *range(2, 7)]
-        assert np.array_equal(one.routed_experts[rest], other.routed_experts[rest])
-        assert (one.token_ids.tolist(), one.resume) == (other.token_ids.tolist(), other.resume)
-        assert one.logprobs.tolist() == other.logprobs.tolist()
-
-
 def test_one_layer_may_be_followed_and_another_not() -> None:
     rows = rows_of(6)
     rows[:, 2] = -1
