@@ -178,7 +178,8 @@ def test_padding_by_hand() -> None:
     assert_same(nested[1], left)
     nothing = lazy_stack([by_hand(), by_hand()]).pad()[:0]
     assert nothing.pad(7).sizes.shape == (0, 7) and nothing.nbytes == 0
-    assert (both[:0].pad(7).sizes.shape, both[:0].pad().ids.dtype) == ((0, 7), torch.int32)
+    none = both[:0].pad()
+    assert (both[:0].pad(7).sizes.shape, none.sizes.shape, none.ids.dtype) == ((0, 7), (0, 0), torch.int32)
 
 
 def test_what_cannot_be_cut_joined_or_padded() -> None:
@@ -186,8 +187,10 @@ def test_what_cannot_be_cut_joined_or_padded() -> None:
         by_hand().truncate(0)
     with pytest.raises(ValueError, match="a later turn repeats 4 tokens, and has 1"):
         by_hand().followed_by(kept([], [0]))
-    with pytest.raises(ValueError, match="turns are joined one sample at a time"):
-        lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
+    one, several = by_hand(), lazy_stack([by_hand()])
+    for first, later in ((one, several), (several, one)):
+        with pytest.raises(ValueError, match="turns are joined one sample at a time"):
+            first.followed_by(later)
     with pytest.raises(ValueError, match=r"cannot pad to 3 tokens, the longest sample has 4: truncate\(\) first"):
         by_hand().pad(3)
     with pytest.raises(ValueError, match="side must be 'left' or 'right', got 'middle'"):
@@ -216,11 +219,15 @@ def test_a_count_is_an_integer_of_any_kind() -> None:
     made = kept([1], [0, 1])
     assert made.pad(np.int64(3)).sizes.tolist() == [0, 0, 1]
     assert made.validate(vocabulary=np.int32(V), num_tokens=np.int64(2)) is made
-    for value in (1.5, True, "3", float("nan"), -1):
+    assert kept([], [0]).ids_of(0, vocabulary=1).tolist() == [0]
+    for value in (1.5, True, "3", float("nan"), -1, 2**31):
         for name, call in (
             ("length", made.pad),
             ("num_tokens", made.truncate),
+            ("num_tokens", lambda value: made.validate(vocabulary=V, num_tokens=value)),
             ("vocabulary", lambda value: made.validate(vocabulary=value)),
+            ("vocabulary", lambda value: made.ids_of(0, vocabulary=value)),
         ):
-            with pytest.raises(ValueError, match=f"{name} must be "):
-                call(value)
+            if (name, value) != ("num_tokens", 2**31):
+                with pytest.raises(ValueError, match=f"{name} must be "):
+                    call(value)

@@ -337,7 +337,7 @@ def test_how_it_looks() -> None:
 
 def test_a_lazy_stack_without_samples() -> None:
     nothing = lazy_stack([sample(), sample(2)])[:0]
-    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape[0]) == (0.0, 0, 0)
+    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape) == (0.0, 0, (0, 0, 0, 0))
     assert nothing.validate(LAYOUT) is nothing
     assert repr(nothing) == "RoutedExperts(shape=[])"
 
@@ -374,6 +374,7 @@ def test_a_count_is_an_integer_of_any_kind() -> None:
         for name, call in (
             ("length", made.pad),
             ("num_tokens", lambda value: made.validate(LAYOUT, num_tokens=value)),
+            ("num_tokens must be", made.truncate),
             ("num_tokens must be", lambda value: RoutedExperts.from_vllm(None, num_tokens=value, layout=LAYOUT)),
         ):
             with pytest.raises(ValueError, match=name):

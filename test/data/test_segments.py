@@ -59,7 +59,8 @@ def test_each_token_has_what_its_first_writer_wrote(turns: list[list[int]]) -> N
 
 # -- what a row says of its parts -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("versions", "parts"), [([-1, 2, 2], 1), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)]
+    ("versions", "parts"),
+    [([-1, 2, 2], 1), ([-1, 0, 0, 1], 2), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)],
 )
 def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts: int) -> None:
     assert num_segments(torch.tensor(versions, dtype=torch.int32)) == parts

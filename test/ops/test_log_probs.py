@@ -113,12 +113,13 @@ def test_equal_to_dense(
 def test_parts_add_up(kind: str | None) -> None:
     """LoRA: two parts are the head with its merged weight, and a frozen head gets no gradient."""
     kept, mask = kept_tokens(kind) if kind else (None, None)
-    hidden, weight, bias = inputs()
+    hidden, weight, *bias = inputs(bias=kind is not None)
     weight.requires_grad_(kind is not None)
     down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
-    how: dict[str, Any] = {"bias": bias, "transform": ALL, "tile_bytes": TILE, "kept": kept}
+    how: dict[str, Any] = {"transform": ALL, "tile_bytes": TILE, "kept": kept, "bias": bias[0] if bias else None}
     got = selected_log_probs([hidden, hidden @ down.T * 3], [weight, up], TOKENS, **how)
-    check_same(got, dense(hidden, weight + 3 * up @ down, bias, ALL, mask), [hidden, up, bias] + [weight] * bool(kind))
+    wanted = dense(hidden, weight + 3 * up @ down, how["bias"], ALL, mask)
+    check_same(got, wanted, [hidden, up, *bias, *([weight] if bias else [])])
     with torch.no_grad():
         assert not any(score.requires_grad for score in selected_log_probs(hidden, up @ down, TOKENS))
 
