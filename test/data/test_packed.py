@@ -27,25 +27,17 @@ def test_a_view_is_packed_without_what_it_is_a_view_of() -> None:
     found = unpack(pack([whole[3:8:2], whole.view(2, -1).T[:2]]))
     assert found[0].tolist() == [3, 5, 7] and found[1].tolist() == [[0, 1 << 19], [1, (1 << 19) + 1]]
     assert len(pack(whole[3:8:2])) < 1000
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 2)])
-def test_one_number_that_stands_for_many(shape: tuple[int, ...]) -> None:
-    assert torch.equal(unpack(pack(torch.tensor(2.5).expand(shape))), torch.full(shape, 2.5))
+    for shape in ((1,), (1, 1), (3, 2)):  # one number that stands for many
+        assert torch.equal(unpack(pack(torch.tensor(2.5).expand(shape))), torch.full(shape, 2.5))
 
 
 def test_rows_of_other_lengths_with_classes_and_texts() -> None:
-    rows = [
-        TensorDict(
-            {
-                "tokens": {"full": torch.arange(length)},
-                "routed_experts": RoutedExperts(full=torch.full((length, 2, 1), 3, dtype=torch.int8)),
-                "history": History(role=["user"], content=[f"question {length}"], batch_size=[1]),
-                "finish_reason": "stop",
-            }
-        )
-        for length in (3, 5)
-    ]
+    rows = []
+    for length in (3, 5):
+        row = TensorDict({"tokens": {"full": torch.arange(length)}, "finish_reason": "stop"})
+        row["routed_experts"] = RoutedExperts(full=torch.full((length, 2, 1), 3, dtype=torch.int8))
+        row["history"] = History(role=["user"], content=[f"question {length}"], batch_size=[1])
+        rows.append(row)
     found = unpack(pack(lazy_stack(rows)))
     assert found.batch_size == (2,)
     for row, own in zip(found.unbind(0), rows, strict=True):
@@ -55,13 +47,8 @@ def test_rows_of_other_lengths_with_classes_and_texts() -> None:
         assert row["history"].content == own["history"].content and row["finish_reason"] == "stop"
 
 
-def test_what_needs_a_gradient_and_functions_come_back() -> None:
-    leaf, function = unpack(pack([torch.ones(2, requires_grad=True), lambda: 3]))
-    assert leaf.requires_grad and function() == 3
-
-
-def test_tensors_without_plain_memory_are_pickled_as_usual() -> None:
-    nested, meta = unpack(
-        pack([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.ones(2, device="meta")])
-    )
+def test_what_has_no_plain_memory_or_a_gradient_and_functions_come_back() -> None:
+    odd = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.ones(2, device="meta")]
+    nested, meta, leaf, function = unpack(pack([*odd, torch.ones(2, requires_grad=True), lambda: 3]))
     assert [len(part) for part in nested.unbind()] == [2, 3] and meta.shape == (2,) and meta.is_meta
+    assert leaf.requires_grad and function() == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import pytest
 import torch
@@ -31,13 +32,6 @@ def test_the_inputs_are_left_as_they_were() -> None:
     assert earlier.tolist() == [5, -1] and later.tolist() == [7, 8]
 
 
-def join(turns: list[Tensor]) -> Tensor:
-    joined = turns[0]
-    for turn in turns[1:]:
-        joined = first_writer_wins(joined, turn)
-    return joined
-
-
 @st.composite
 def dialogues(draw: st.DrawFn) -> list[list[int]]:
     """Values of every token that each turn knows of, -1 where it knows none; turns only grow."""
@@ -52,22 +46,21 @@ def first_known(turns: list[list[int]]) -> list[int]:
 
 @given(dialogues())
 def test_each_token_has_what_its_first_writer_wrote(turns: list[list[int]]) -> None:
-    joined = join([ids(turn) for turn in turns])
-    assert joined.tolist() == first_known(turns) and joined.dtype == torch.int64
-
-
-@given(dialogues())
-def test_nan_is_to_numbers_what_unset_is_to_ids_and_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
+    """Ids; numbers, to which NaN is what unset is to ids; and routes, row by row."""
     first = first_known(turns)
-    numbers = join([torch.tensor([NAN if v == -1 else float(v) for v in turn]) for turn in turns])
-    assert [-1 if math.isnan(v) else int(v) for v in numbers.tolist()] == first
-    routes = join([torch.tensor([[[-1] * 2, [v, v]] for v in turn], dtype=torch.int8).view(-1, 2, 2) for turn in turns])
-    assert routes.dtype == torch.int8 and routes.tolist() == [[[-1] * 2, [v, v]] for v in first]
+    joined = reduce(first_writer_wins, [ids(turn) for turn in turns])
+    assert joined.tolist() == first and joined.dtype == torch.int64
+    numbers = [torch.tensor([NAN if v == -1 else float(v) for v in turn]) for turn in turns]
+    assert [-1 if math.isnan(v) else int(v) for v in reduce(first_writer_wins, numbers).tolist()] == first
+    routes = [torch.tensor([[[-1] * 2, [v, v]] for v in turn], dtype=torch.int8).view(-1, 2, 2) for turn in turns]
+    joined = reduce(first_writer_wins, routes)
+    assert joined.dtype == torch.int8 and joined.tolist() == [[[-1] * 2, [v, v]] for v in first]
 
 
 # -- what a row says of its parts -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("versions", "parts"), [([-1, 2, 2], 1), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)]
+    ("versions", "parts"),
+    [([-1, 2, 2], 1), ([-1, 0, 0, 1], 2), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)],
 )
 def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts: int) -> None:
     assert num_segments(torch.tensor(versions, dtype=torch.int32)) == parts

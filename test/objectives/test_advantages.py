@@ -13,11 +13,7 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 
-from support.collecting import Questions, chat, policy_of, queries
-from support.rollouts import BigramActor, sample
-from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.objectives import DrGRPOAdvantage, GRPOAdvantage, GRPOLoss, ReinforcePlusPlusAdvantage, RLOOAdvantage
-from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.objectives import DrGRPOAdvantage, GRPOAdvantage, ReinforcePlusPlusAdvantage, RLOOAdvantage
 
 RETURNS = (1.0, 0.0, 0.0, 3.0)
 """Of four answers: mean 1, standard deviation sqrt(2)."""
@@ -131,27 +127,20 @@ def test_returns_of_many_tokens_are_summed_exactly(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), torch.tensor([-gap / 2, gap / 2]).double(), rtol=0.01, atol=0)
 
 
-def test_groups_may_be_named_by_tensors() -> None:
+@pytest.mark.parametrize("storage", [LazyStackStorage, LazyTensorStorage])
+def test_dense_batches_and_rows_of_trajectories(storage: Any) -> None:
+    """``[2, 3]``: a row is a trajectory of three steps, whose group a tensor names."""
+    after = {"reward": torch.tensor([[0.0, 0, 1], [0, 0, 3]])[..., None]}
+    after["done"] = torch.tensor([[False, False, True]] * 2)[..., None]
+    td = TensorDict({"query": torch.zeros(2, 3, 1), "next": TensorDict(after, [2, 3])}, [2, 3])
+    buffer = ReplayBuffer(storage=storage(8), batch_size=6, transform=RLOOAdvantage(2))
+    buffer.extend(td)
+    assert "advantage" not in td.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    assert buffer[:]["advantage"].tolist() == [[-2]] * 3 + [[2]] * 3
     pieces = [step(torch.tensor([1, i % 2]), i) for i in range(4)]
     out = RLOOAdvantage(2).inv(lazy_stack(pieces))
     assert [one["query"].tolist() for one in out] == [[1, 0], [1, 0], [1, 1], [1, 1]]
     assert advantages(out) == [-2, 2, -2, 2]
-
-
-@pytest.mark.parametrize("storage", [LazyStackStorage, LazyTensorStorage])
-def test_dense_batches_and_rows_of_trajectories(storage: Any) -> None:
-    """``[2, 3]``: a row is a trajectory of three steps."""
-    reward = torch.tensor([[0.0, 0, 1], [0, 0, 3]])[..., None]
-    done = torch.tensor([[False, False, True]] * 2)[..., None]
-    td = TensorDict(
-        {"query": torch.zeros(2, 3, 1), "next": TensorDict({"reward": reward, "done": done}, [2, 3])}, [2, 3]
-    )
-    buffer = ReplayBuffer(storage=storage(8), batch_size=6, transform=RLOOAdvantage(2))
-    buffer.extend(td)
-    assert "advantage" not in td.keys()  # noqa: SIM118  a TensorDict iterates over its batch
-    stored = buffer[:]
-    assert stored["advantage"].shape == (6, 1)
-    assert stored["advantage"].flatten().tolist() == [-2, -2, -2, 2, 2, 2]
 
 
 def test_a_copy_waits_for_itself_and_a_buffer_shared_by_processes_is_refused() -> None:
@@ -222,28 +211,12 @@ def test_a_group_starts_again_once_it_is_complete_and_each_batch_is_compared_wit
     assert advantages(transform.inv(lazy_stack([of_group(1, 5.0), of_group(1, 9.0)]))) == [-2, 2]
 
 
-def samples_of_turns() -> list[TensorDict]:
-    """Samples of 2, 1 and 3 turns in one group, rewarded at their ends with 1, 0 and 2."""
-    rewards = [[0.0, 1.0], [0.0], [0.0, 0.0, 2.0]]
-    return [of_group(4, reward, i == len(each) - 1) for each in rewards for i, reward in enumerate(each)]
-
-
 def test_turns_share_their_samples_advantage_as_in_torchrl_with_a_trajectorys_return() -> None:
-    """Returns 1, 0, 2: mean 1, standard deviation 1."""
-    ours, theirs = GRPOAdvantage(), MCAdvantage(3, prompt_key="group_id", trajectory_return="sum")
-    for transform in (ours, theirs):
-        assert advantages(transform.inv(lazy_stack(samples_of_turns()))) == pytest.approx([0, 0, -1, 1, 1, 1])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_numbers_are_those_of_torchrls(seed: int) -> None:
-    """Six groups of four, mixed."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(24, generator=generator).tolist()
-    rows = [of_group(i % 6, float(torch.randn((), generator=generator))) for i in order]
-    ours = by_group(GRPOAdvantage().inv(lazy_stack([row.clone() for row in rows])))
-    theirs = by_group(MCAdvantage(4, prompt_key="group_id").inv(lazy_stack(rows)))
-    assert ours == {group: pytest.approx(values, abs=1e-5) for group, values in theirs.items()}
+    """Samples of 2, 1 and 3 turns in one group, rewarded at their ends with 1, 0, 2: mean 1, standard deviation 1."""
+    rewards = [[0.0, 1.0], [0.0], [0.0, 0.0, 2.0]]
+    for transform in (GRPOAdvantage(), MCAdvantage(3, prompt_key="group_id", trajectory_return="sum")):
+        turns = [of_group(4, reward, i == len(each) - 1) for each in rewards for i, reward in enumerate(each)]
+        assert advantages(transform.inv(lazy_stack(turns))) == pytest.approx([0, 0, -1, 1, 1, 1])
 
 
 def test_a_trajectory_of_two_groups_is_refused_and_nothing_of_its_batch_waits() -> None:
@@ -252,63 +225,6 @@ def test_a_trajectory_of_two_groups_is_refused_and_nothing_of_its_batch_waits() 
     with pytest.raises(ValueError, match=r"steps of groups \(2,\) and \(3,\): .* Was a last step filtered out"):
         transform.inv(lazy_stack(broken))
     assert transform.queued_trajectories == 0
-
-
-@pytest.mark.parametrize("turns", [1, 2])
-def test_rows_of_a_collector_come_whole(turns: int) -> None:
-    """One question, asked again and again: three groups of two in a batch. No two sums of rewards are equal."""
-    count = iter(range(100))
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=GRPOAdvantage(), batch_size=4)
-    env = chat(1, turns, reward=lambda _: 2.0 ** next(count))
-    with FakeAsyncVLLM() as engine:
-        collector = AsyncLLMCollector(
-            env, policy=policy_of(engine), dataloader=Questions(1), group_size=2, groups_per_batch=3,
-            replay_buffer=buffer, total_dialog_turns=6 * turns,
-        )  # fmt: skip
-        assert list(iter(collector.iterator())) == [None]
-        collector.shutdown()
-    assert len(buffer) == 6 * turns
-    rows = buffer[:]
-    assert set(queries(rows)) == {"q0"}
-    found = by_group(rows)
-    assert len(found) == 3
-    for values in found.values():
-        assert sorted(values) == pytest.approx([-(0.5**0.5)] * turns + [0.5**0.5] * turns)
-    assert rows[0]["advantage"].shape == (1, 1)
-
-
-@pytest.mark.parametrize(
-    "transform", [MCAdvantage(2), RLOOAdvantage(2), DrGRPOAdvantage(2), ReinforcePlusPlusAdvantage(4)]
-)
-@pytest.mark.parametrize("per_token", [False, True])
-def test_the_loss_takes_them_from_the_buffer(transform: Any, per_token: bool) -> None:
-    """On policy the loss is ``-mean A``, and its gradient is that of ``-mean A log π``."""
-    actor, rollouts = BigramActor(), []
-    for i, (prompt, response) in enumerate([(2, 3), (1, 4), (3, 1), (2, 2)]):
-        rollout = sample(prompt, response, seed=i).exclude("advantage")
-        reward = torch.zeros(prompt + response, 1) if per_token else torch.zeros(1, 1)
-        reward[-1] = i * i
-        rollout["query"] = "a" if i < 2 else "b"
-        rollout["next", "reward"], rollout["next", "done"] = reward.double(), torch.tensor([True])
-        rollouts.append(rollout)
-    on_policy = actor.score(lazy_stack(rollouts))[0].detach()
-    for rollout, row in zip(rollouts, on_policy, strict=True):
-        length = len(rollout["tokens", "full"])
-        known = rollout["log_probs", "full"].isfinite()
-        rollout["log_probs", "full"] = row[-length:].where(known, float("nan"))
-    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4, transform=transform)
-    buffer.extend(lazy_stack(rollouts))
-    td = buffer[:]
-    loss = GRPOLoss(actor, entropy_bonus=False)(td).loss_objective
-    given = [one["advantage"][:, 0].expand(len(one["tokens", "full"])) for one in td.unbind(0)]
-    sizes = [len(one["tokens", "response"]) for one in td.unbind(0)]
-    each = torch.cat([row[-size:] for row, size in zip(given, sizes, strict=True)])
-    assert each.abs().max() > 0.5
-    assert loss.item() == pytest.approx(-each.mean().item(), abs=1e-6)
-    (got,) = torch.autograd.grad(loss, actor.logits)
-    log_probs = torch.cat([row[-size:] for row, size in zip(actor.score(td)[0], sizes, strict=True)])
-    (wanted,) = torch.autograd.grad(-(each * log_probs).mean(), actor.logits)
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(

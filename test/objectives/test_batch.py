@@ -1,4 +1,4 @@
-"""Tensors come out aligned on the last token, the masks select what they say, and what does not fit is named."""
+"""Tensors come out aligned on the last token, masks select what they say, actors are asked for what is needed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor
 
-from support.rollouts import PAD, dense, ragged, sample, samples
-from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenReader
+from support.rollouts import PAD, VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
+from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenReader, score_reference, score_tokens
 
 FULL = ("tokens", "full")
 PROMPT, ATTENTION, ASSISTANT = ("tokens", "prompt"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -86,13 +88,6 @@ def test_short_reference_rows_are_filled_on_the_side_given() -> None:
     assert not values.requires_grad
 
 
-@pytest.mark.parametrize("batch_size", [[], [0], [2, 1]])
-def test_a_wrong_batch_size_is_refused(batch_size: list[int]) -> None:
-    td = TensorDict({FULL: torch.zeros(*batch_size, 3).long()}, batch_size=batch_size)
-    with pytest.raises(ValueError, match=rf"\[B\] with B >= 1, got {re.escape(str(batch_size))}: use td.reshape"):
-        TokenReader(td, FULL)
-
-
 def read_all(td: TensorDictBase, masking: Masking | None = None) -> None:
     every = TokenReader(td, FULL)
     for one in get_args(Masking) if masking is None else (masking,):
@@ -105,32 +100,30 @@ def read_all(td: TensorDictBase, masking: Masking | None = None) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        (LOG_PROBS, torch.zeros(3), r"of sample 1 must have shape \[2\], got \[3\]. It has a value for each token"),
-        (LOG_PROBS, torch.zeros(2, 1), r"of sample 1 must have shape \[2\], got \[2, 1\]"),
-        (ATTENTION, torch.ones(1).bool(), r"of sample 1 must have shape \[2\], got \[1\]"),
-        (ASSISTANT, torch.ones(1).bool(), r"of sample 1 must have shape \[2\], got \[1\]"),
-        (REF, torch.zeros(3), r"of sample 1 must have shape \[2\], got \[3\]"),
-        (REF, torch.zeros(2, 2), r"of sample 1 must have shape \[2\], got \[2, 2\]"),
-        (PROMPT, torch.zeros(3).long(), r"of sample 1 has 3 tokens, got only 2 in all"),
-        (
-            "advantage",
-            torch.zeros(3, 1),
-            r"of sample 1 must have shape \[2, 1\], got \[3, 1\]. It is \[1, 1\] for a who",
-        ),
-        ("advantage", torch.zeros(1), r"of sample 1 must have shape \[2, 1\], got \[1\].*reward is \[\*batch, 1, 1\]"),
-        ("advantage", torch.zeros(1, 1).long(), r"of sample 1 must have a floating point dtype, got torch.int64"),
-        (REF, torch.zeros(2).long(), r"of sample 1 must have a floating point dtype, got torch.int64"),
+        (LOG_PROBS, torch.zeros(3), r"must have shape \[2\], got \[3\]. It has a value for each token"),
+        (LOG_PROBS, torch.zeros(2, 1), r"must have shape \[2\], got \[2, 1\]"),
+        (ATTENTION, torch.ones(1).bool(), r"must have shape \[2\], got \[1\]"),
+        (ASSISTANT, torch.ones(1).bool(), r"must have shape \[2\], got \[1\]"),
+        (REF, torch.zeros(3), r"must have shape \[2\], got \[3\]"),
+        (REF, torch.zeros(2, 2), r"must have shape \[2\], got \[2, 2\]"),
+        (REF, torch.zeros(2).long(), "must have a floating point dtype, got torch.int64"),
+        (PROMPT, torch.zeros(3).long(), "has 3 tokens, got only 2 in all"),
+        ("advantage", torch.zeros(3, 1), r"must have shape \[2, 1\], got \[3, 1\]. It is \[1, 1\] for a who"),
+        ("advantage", torch.zeros(1), r"must have shape \[2, 1\], got \[1\].*reward is \[\*batch, 1, 1\]"),
+        ("advantage", torch.zeros(1, 1).long(), "must have a floating point dtype, got torch.int64"),
     ],
 )
 def test_what_does_not_fit_the_tokens_is_named(key: Any, value: torch.Tensor, told: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{re.escape(repr(key))} {told}"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(repr(key))} of sample 1 {told}"):
         read_all(changed(key, value))
 
 
-def test_log_probs_are_constants_and_tokens_integers() -> None:
+def test_what_has_no_samples_a_gradient_or_another_dtype_is_refused() -> None:
+    for size in ([], [0], [2, 1]):
+        with pytest.raises(ValueError, match=rf"\[B\] with B >= 1, got {re.escape(str(size))}: use td.reshape"):
+            TokenReader(TensorDict({FULL: torch.zeros(*size, 3).long()}, batch_size=size), FULL)
     td = changed(LOG_PROBS, torch.zeros(2, requires_grad=True, dtype=torch.float64))
-    told = r"^\('log_probs', 'full'\) requires grad, but the old policy is a constant: store it detached"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"^\('log_probs', 'full'\) requires grad, but the old policy is a constant"):
         reader(td).constant_log_probs(LOG_PROBS, "the old policy")
     integers = lazy_stack([TensorDict({FULL: torch.zeros(2).long(), "x": torch.zeros(2).long()})])
     with pytest.raises(ValueError, match=r"^'x' must have a floating point dtype"):
@@ -201,3 +194,137 @@ def test_what_has_a_gradient_or_no_token_dimension_is_refused() -> None:
         td[0][key] = torch.tensor(1.0)
         with pytest.raises(ValueError, match="of sample 0 must be a tensor with a value per token, got tensor"):
             EVERYTHING.read(td, LossKeys(), None)
+
+
+# -- an actor is asked once, for what is needed, and what it answers is checked ----------------------------------------
+
+
+TD = ragged(samples([(2, 3), (1, 1)]))
+TOKENS = TD.get(("tokens", "full"), as_padded_tensor=True, padding_side="left")
+
+
+class Distribution:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        return self.logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+    def entropy(self) -> Tensor:
+        return torch.distributions.Categorical(logits=self.logits).entropy()
+
+
+class DistActor:
+    """Answers as TorchRL's wrappers do: with a distribution."""
+
+    def __init__(self, width: int = 5) -> None:
+        self.logits = torch.randn(2, width, VOCABULARY)
+        self.asked: dict[str, Any] = {}
+
+    def get_dist(self, td: TensorDictBase, **kwargs: Any) -> Distribution:
+        self.asked = kwargs
+        td["scribble"] = torch.zeros(len(td))
+        return Distribution(self.logits)
+
+
+def test_a_scoring_actor() -> None:
+    actor = BigramActor()
+    scores = score_tokens(actor, TD, TOKENS, ATTENTION, entropy=True)
+    log_probs, entropy, _ = actor.score(TD)
+    torch.testing.assert_close(scores[:2], (log_probs, entropy))
+    assert score_tokens(actor, TD, TOKENS, ATTENTION, entropy=False).entropy is None
+    assert actor.calls[-1] == {"router_logits": False, "entropy": False}  # nobody wants them
+
+
+class MaskedActor(BigramActor):
+    """Computes what is read, and leaves the rest 0."""
+
+    def score(self, td: TensorDictBase, *args: Any, mask: Tensor | None = None, **kwargs: Any) -> Any:
+        log_probs, entropy, _ = super().score(td, **kwargs)
+        return log_probs * mask, entropy, None
+
+
+def test_the_tokens_that_are_read_are_told_to_an_actor_that_asks() -> None:
+    mask = torch.tensor([[False, False, True, True, True], [False, False, False, False, True]])
+    whole, part = (score_tokens(kind(), TD, TOKENS, ATTENTION, True, mask=mask) for kind in (BigramActor, MaskedActor))
+    torch.testing.assert_close(part.log_probs, whole.log_probs * mask)
+    assert whole.log_probs[~mask].any()  # that actor does not know the argument
+
+
+class PlainActor(DistActor):
+    def get_dist(self, td: TensorDictBase) -> Distribution:  # type: ignore[override]
+        return Distribution(self.logits)
+
+
+@pytest.mark.parametrize("actor", [DistActor(), PlainActor()])
+def test_an_actor_with_distributions(actor: DistActor) -> None:
+    scores = score_tokens(actor, TD, TOKENS, ATTENTION, entropy=True)
+    torch.testing.assert_close(scores.log_probs, Distribution(actor.logits).log_prob(TOKENS))
+    torch.testing.assert_close(scores.entropy, Distribution(actor.logits).entropy())
+    assert actor.asked == ({} if type(actor) is PlainActor else {"mask_key": ATTENTION, "padding_side": "left"})
+    assert "scribble" not in TD.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    assert score_tokens(actor, TD, TOKENS, ATTENTION, entropy=False).entropy is None
+
+
+def test_a_probabilistic_module_of_tensordict() -> None:
+    """It hands keywords that it does not know to its modules, which take none."""
+    logits = torch.randn(VOCABULARY, VOCABULARY)
+    tokens = ("tokens", "padded")
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(lambda ids: logits[ids.roll(1, -1)], in_keys=[tokens], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical),
+    )
+    td = TensorDict({tokens: TOKENS}, batch_size=[2])
+    scores = score_tokens(actor, td, TOKENS, ATTENTION, entropy=True)
+    expected = torch.distributions.Categorical(logits=logits[TOKENS.roll(1, -1)])
+    torch.testing.assert_close(scores.log_probs, expected.log_prob(TOKENS))
+    torch.testing.assert_close(scores.entropy, expected.entropy())
+
+
+ZEROS = torch.zeros(2, 5)
+ALIGNED = "An actor scores each token of the input, padded on the left"
+
+
+@pytest.mark.parametrize(
+    ("actor", "told"),
+    [
+        (GivenActor(ZEROS[:, 1:]), rf"log-probs of the actor \[2, 4\], tokens \[2, 5\]. {ALIGNED}"),
+        (GivenActor(ZEROS), "entropy_bonus=True needs entropies, .* pass entropy_bonus=False"),
+        (GivenActor(ZEROS, ZEROS[:, 1:]), rf"entropies of the actor \[2, 4\], tokens \[2, 5\]. {ALIGNED}"),
+        (DistActor(width=4), rf"logits of the actor must have shape \[2, 5, V\], got \[2, 4, 11\]. {ALIGNED}"),
+    ],
+)
+def test_wrong_answers_are_refused(actor: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        score_tokens(actor, TD, TOKENS, ATTENTION, entropy=True)
+
+
+class AdaptedActor(torch.nn.Module):
+    """Of a peft model; it writes into what it is given."""
+
+    def __init__(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().__init__()
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        self.model: Any = get_peft_model(net, LoraConfig(target_modules=["0"], init_lora_weights=False))
+        self.asked: list[bool] = []
+
+    def score(self, td: TensorDictBase, entropy: bool = True) -> tuple[Tensor, None, None]:
+        self.asked.append(entropy)
+        td["scribble"] = torch.zeros(len(td))
+        return self.model(torch.ones(*TOKENS.shape, 3))[..., 0], None, None
+
+
+def test_the_reference_is_the_model_without_its_adapter() -> None:
+    actor, td = AdaptedActor(), TD.copy()
+    base = actor.model.base_model.model[0].base_layer(torch.ones(3))[0]
+    reference = score_reference(actor, td, TOKENS, ATTENTION)
+    torch.testing.assert_close(reference, base.detach().expand(TOKENS.shape))
+    assert not reference.requires_grad
+    assert actor.asked == [False]
+    assert "scribble" not in td.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    assert (actor.score(td)[0] - base).abs().min() > 1e-3  # the adapter is on again
+    told = r"reference='adapter' needs a model with an adapter .* got BigramActor of NoneType: use reference='key'"
+    with pytest.raises(ValueError, match=told):
+        score_reference(BigramActor(), TD, TOKENS, ATTENTION)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from support.rollouts import INF, NAN, Run, every, row
@@ -42,6 +40,9 @@ K3 = (3 - 1 - math.log(3) + 0.5 - 1 - math.log(0.5)) / 2, 1.25 - 1 - math.log(1.
 RATIO, ADVANTAGE = row(1.5, 1.5, 0.5, 0.5, 1.1, 1.1), row(2, -2, 2, -2, 2, -2)
 OLD, NEW = row(0.4, 0.4, 0.4, 0.4, 0.01), row(0.6, 0.6, 0.2, 0.2, 0.05)
 SIGNS = row(1, -1, 1, -1, 1)  # the second and third move back towards the old policy
+UP = 0.4 * math.log(0.4 / 0.6) + 0.6 * math.log(0.6 / 0.4)
+DOWN = 0.4 * math.log(0.4 / 0.2) + 0.6 * math.log(0.6 / 0.8)
+"""Binary KL divergences of the first two steps."""
 THREE = torch.tensor([[True, True, True, False]])
 
 
@@ -74,6 +75,9 @@ def sigmoid(x: float) -> float:
         (F.cispo_surrogate, (row(0.01, 9).log(), row(-1, -1), row(1, 1), 1.0, 4.0), [0.01, 5]),  # bounded above only
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, 0.15, 0.15), [1, 0, 0, 1, 0]),  # the last by 0.04
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, 0.15, 0.25), [0, 0, 0, 1, 0]),
+        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 1, 0]),
+        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN + 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 0, 0]),
+        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP + 1e-6, "kl"), [0, 0, 0, 1, 0]),
         (
             F.sapo_surrogate,
             (row(1.5, 0.5, 1).log(), row(2, -1, 0), 1.0, 1.05),
@@ -85,10 +89,13 @@ def test_golden_numbers(function: Any, arguments: tuple[Any, ...], expected: lis
     assert run(function)(*arguments).flatten().tolist() == pytest.approx(expected)
 
 
-def test_what_is_not_selected_has_no_gradient() -> None:
+def test_what_is_not_selected_or_dropped_has_no_gradient() -> None:
     value = VALUE.clone().requires_grad_()
     (select(MASK, value).sum() + sequence_mean(value, MASK).sum()).backward()
     assert value.grad.tolist() == [[1 + 1.5, 1 + 1.5, 0], [1 + 3, 0, 0], [0, 0, 0]]
+    log_probs = row(-1, -2, NAN).requires_grad_()
+    F.log_ratio(log_probs, row(-1, NAN, -1), every(3))[0].exp().sum().backward()
+    assert log_probs.grad.tolist() == [[1, 0, 0]]
 
 
 # -- aggregation -------------------------------------------------------------------------------------------------------
@@ -113,22 +120,6 @@ def test_a_sequence_without_tokens_counts_in_prompt_mean_only() -> None:
     assert F.aggregate(value, mask, "sequence_mean").item() == pytest.approx((2 + 5) / 2)
 
 
-@given(st.integers(0, 10_000), st.sampled_from(sorted(GOLDEN)), st.integers(0, 3), st.integers(0, 3))
-def test_pads_order_and_split_change_nothing(seed: int, how: str, left: int, right: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    value = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-    mask = torch.rand(5, 4, generator=generator) < 0.6
-    whole = aggregate(value, mask, how)
-    padded = torch.nn.functional.pad(value, (left, right), value=NAN)
-    torch.testing.assert_close(aggregate(padded, torch.nn.functional.pad(mask, (left, right)), how), whole)
-    order = torch.randperm(5, generator=generator)
-    torch.testing.assert_close(aggregate(value[order], mask[order], how), whole)
-    totals = {"num_tokens": mask.sum(), "num_sequences": F.sequence_count(mask, how)}
-    cut = int(torch.randint(0, 6, (), generator=generator))
-    parts = [aggregate(value[part], mask[part], how, **totals) for part in (slice(cut), slice(cut, None))]
-    torch.testing.assert_close(sum(parts), whole)
-
-
 def test_unknown_aggregations_and_estimators_are_refused() -> None:
     with pytest.raises(ValueError, match=r"aggregation must be one of \['token_mean', .*\], got 'mean'"):
         F.aggregate(LOSSES, COUNTED, "mean")  # type: ignore[arg-type]
@@ -151,13 +142,6 @@ def test_log_ratio_drops_what_is_not_finite_and_is_cut_at_20(run: Run) -> None:
     assert known.all()
 
 
-def test_a_dropped_token_has_no_gradient() -> None:
-    log_probs = row(-1, -2, NAN).requires_grad_()
-    ratio, _ = F.log_ratio(log_probs, row(-1, NAN, -1), every(3))
-    ratio.exp().sum().backward()
-    assert log_probs.grad.tolist() == [[1, 0, 0]]
-
-
 def test_the_gradient_of_a_sequence_is_shared_or_each_token_s_own(run: Run) -> None:
     mask, pick = torch.tensor([[True, True, False]]), torch.tensor([1.0, 0.0, 0.0])
     log_ratio = row(4, 1, 9).log().requires_grad_()
@@ -168,25 +152,14 @@ def test_the_gradient_of_a_sequence_is_shared_or_each_token_s_own(run: Run) -> N
         assert gradient[0].tolist() == pytest.approx(expected)
 
 
-def test_effective_sample_size(run: Run) -> None:
-    size = run(F.effective_sample_size)
-    assert size(row(2, 2, 2, 2).log(), every(4)).item() == pytest.approx(1)
-    assert size(row(1, 3, 1, 1).log(), every(4)).item() == pytest.approx(36 / (4 * 12))
-    first_two = torch.tensor([[True, True, False, False]])
-    assert size(row(1, 3, 9, 9).log(), first_two).item() == pytest.approx(0.8)
-    assert size(row(1, 1, 1, 1), ~every(4)).item() == 0
-    assert math.isfinite(size(row(20, 20, 20, 20), every(4)).item())
-
-
-# -- weights and masks of a mismatch -----------------------------------------------------------------------------------
-
-
-def test_off_policy_negatives(run: Run) -> None:
-    log_ratio = torch.tensor([[-0.3, -0.1, 9.0], [-0.1, 9.0, 9.0]])  # mean log μ - log π: 0.2 and 0.1
-    advantage = torch.tensor([[-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
-    left_out = run(F.off_policy_negatives)(log_ratio, advantage, COUNTED, 0.15)
-    assert left_out[COUNTED].tolist() == [True, False, False]
-    assert F.off_policy_negatives(log_ratio, advantage, COUNTED, 0.05)[COUNTED].tolist() == [True, False, True]
+@pytest.mark.parametrize(
+    ("ratios", "counted", "size"),
+    [((2, 2, 2, 2), 4, 1), ((1, 3, 1, 1), 4, 36 / (4 * 12)), ((1, 3, 9, 9), 2, 0.8), ((1, 1, 1, 1), 0, 0)],
+)
+def test_effective_sample_size(ratios: tuple[float, ...], counted: int, size: float, run: Run) -> None:
+    mask = torch.arange(4)[None] < counted
+    assert run(F.effective_sample_size)(row(*ratios).log(), mask).item() == pytest.approx(size)
+    assert math.isfinite(F.effective_sample_size(row(20, 20, 20, 20), every(4)).item())
 
 
 # -- penalties ---------------------------------------------------------------------------------------------------------
@@ -235,25 +208,6 @@ def test_kl_penalty(run: Run) -> None:
         assert weighted[0].tolist() == pytest.approx([0, 3 * value, 0, 0])
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_penalty_can_be_bounded(estimator: F.KLEstimator, weighted: bool) -> None:
-    """The weight counts: its product with the penalty is what the loss holds. What is inside is as it was."""
-    log_probs, log_ratio = row(-25, -1, -0.1), row(12, 0.5, 3) if weighted else None
-    other = row(-5.1, -1.5, -19)
-    bounded = log_probs.clone().requires_grad_()
-    penalty, known = F.kl_penalty(bounded, other, every(3), estimator, log_ratio, clamp=10.0)
-    plain, _ = F.kl_penalty(log_probs, other, every(3), estimator, log_ratio)
-    assert known.all()
-    assert penalty.detach().tolist() == plain.clamp(-10, 10).tolist()
-    assert plain.abs()[0].tolist()[0] > 10
-    (gradient,) = torch.autograd.grad(penalty.sum(), bounded)
-    free = log_probs.clone().requires_grad_()
-    (wanted,) = torch.autograd.grad(F.kl_penalty(free, other, every(3), estimator, log_ratio)[0].sum(), free)
-    assert gradient.tolist() == torch.where(plain.abs() > 10, 0, wanted).tolist()
-    assert gradient[0, 1] != 0
-
-
 def test_a_penalty_in_the_reward(run: Run) -> None:
     log_probs = row(-1, -1, NAN, -1).requires_grad_()
     reward = run(F.kl_reward)(log_probs, row(-1.5, -0.5, -1, -INF), every(4), 0.1)
@@ -264,45 +218,38 @@ def test_a_penalty_in_the_reward(run: Run) -> None:
 # -- surrogates --------------------------------------------------------------------------------------------------------
 
 
-def gradient(surrogate: Callable[[Tensor], Tensor], log_ratio: Tensor = RATIO.log()) -> list[float]:  # noqa: B008
-    log_ratio = log_ratio.clone().requires_grad_()
-    return torch.autograd.grad(surrogate(log_ratio).sum(), log_ratio)[0][0].tolist()
-
-
-# -- clipped ----------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_at_a_limit_is_within() -> None:
-    at, mask = torch.tensor([[-0.5, -0.5]]), torch.tensor([[True, True]])
-    assert not F.off_policy_negatives(at, torch.tensor([[-1.0, -1.0]]), mask, 0.5).any()
-    assert F.off_policy_negatives(at, torch.tensor([[-1.0, 0.0]]), mask, 0.499).tolist() == [[True, False]]
+    log_ratio = torch.tensor([[-0.3, -0.1, 9.0], [-0.1, 9.0, 9.0]])  # mean log μ - log π: 0.2 and 0.1
+    advantage = torch.tensor([[-1.0, 1.0, -1.0], [-1.0, 0.0, -1.0]])
+    assert F.off_policy_negatives(log_ratio, advantage, COUNTED, 0.15)[COUNTED].tolist() == [True, False, False]
+    assert F.off_policy_negatives(log_ratio, advantage, COUNTED, 0.05)[COUNTED].tolist() == [True, False, True]
+    at = torch.full((1, 2), -0.5)
+    assert not F.off_policy_negatives(at, torch.tensor([[-1.0, -1.0]]), every(2), 0.5).any()
+    assert F.off_policy_negatives(at, torch.tensor([[-1.0, 0.0]]), every(2), 0.499).tolist() == [[True, False]]
     assert not F.outside_clip_range(torch.zeros(1, 2), 0.0, 0.0).any()
     old, new = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
     assert not F.outside_divergence(new, old, torch.tensor([[1.0, -1.0]]), 0.25, 0.25).any()
     assert F.outside_divergence(new, old, torch.tensor([[1.0, -1.0]]), 0.24, 0.24).all()
 
 
-def test_a_dual_clip_bounds_negative_advantages_only(run: Run) -> None:
-    ratio, advantage = row(5, 5, 2.5, 0.5), row(-2, 2, -2, -2)
-    for bound, expected in ((3.0, [6, -2.56, 5, 1.6]), (None, [10, -2.56, 5, 1.6])):
-        loss = run(F.clipped_surrogate)(ratio.log(), advantage, 0.2, 0.28, bound)
-        assert loss[0].tolist() == pytest.approx(expected)
-    surrogate: Any = lambda x: F.clipped_surrogate(x, advantage, 0.2, 0.28, 3.0)  # noqa: E731
-    assert gradient(surrogate, ratio.log()) == pytest.approx([0, 0, 5, 0])
+TWOS = row(-2, 2, -2, -2)
+CAPPED = (row(2, 2, 2, -1), torch.tensor([[False, False, True, False]]), 20.0)
 
 
-# -- DPPO -------------------------------------------------------------------------------------------------------------
-
-
-def test_dppo_blocks_by_the_binary_kl(run: Run) -> None:
-    up = 0.4 * math.log(0.4 / 0.6) + 0.6 * math.log(0.6 / 0.4)
-    down = 0.4 * math.log(0.4 / 0.2) + 0.6 * math.log(0.6 / 0.8)
-    for low, high, expected in (
-        (down - 1e-6, up - 1e-6, [True, False, False, True, False]),
-        (down + 1e-6, up - 1e-6, [True, False, False, False, False]),
-        (down - 1e-6, up + 1e-6, [False, False, False, True, False]),
-    ):
-        assert run(F.outside_divergence)(NEW.log(), OLD.log(), SIGNS, low, high, "kl").tolist() == [expected]
+@pytest.mark.parametrize(
+    ("surrogate", "ratio", "arguments", "values", "slopes"),
+    [  # a dual clip bounds negative advantages only; DPPO caps, and does not clip
+        (F.clipped_surrogate, (5, 5, 2.5, 0.5), (TWOS, 0.2, 0.28, 3.0), [6, -2.56, 5, 1.6], [0, 0, 5, 0]),
+        (F.clipped_surrogate, (5, 5, 2.5, 0.5), (TWOS, 0.2, 0.28), [10, -2.56, 5, 1.6], [10, 0, 5, 0]),
+        (F.dppo_surrogate, (1.5, 50, 1.5, 0.1), CAPPED, [-3, -40, 0, 0.1], [-3, -40, 0, 0.1]),
+    ],
+)
+def test_bounds_of_a_ratio(surrogate: Any, ratio: Any, arguments: Any, values: Any, slopes: Any, run: Run) -> None:
+    """Values, and gradients by the log-ratio."""
+    log_ratio = row(*ratio).log().requires_grad_()
+    loss = run(surrogate)(log_ratio, *arguments)
+    assert loss[0].tolist() == pytest.approx(values)
+    assert torch.autograd.grad(loss.sum(), log_ratio)[0][0].tolist() == pytest.approx(slopes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -312,59 +259,24 @@ def test_certain_tokens_have_a_finite_divergence(dtype: torch.dtype) -> None:
     assert F.outside_divergence(zero, zero - 1, torch.ones(1, 1), 0.05, 0.05, "kl").all()
 
 
-def test_dppo_does_not_clip_but_caps(run: Run) -> None:
-    ratio, advantage = row(1.5, 50, 1.5, 0.1), row(2, 2, 2, -1)
-    blocked = torch.tensor([[False, False, True, False]])
-    loss = run(F.dppo_surrogate)(ratio.log(), advantage, blocked, 20.0)
-    assert loss[0].tolist() == pytest.approx([-3, -40, 0, 0.1])
-    surrogate: Any = lambda x: F.dppo_surrogate(x, advantage, blocked, 20.0)  # noqa: E731
-    assert gradient(surrogate, ratio.log()) == pytest.approx([-3, -40, 0, 0.1])
-
-
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, y: F.aggregate(x, y.bool()),
-        lambda x, y: F.log_ratio(x, y, x.bool()),
-        lambda x, y: F.sequence_log_ratio(x, y.bool()),
-        lambda x, y: F.interpolated_log_probs(x, y, x.int()),
-        lambda x, y: F.effective_sample_size(x, y.bool()),
-        lambda x, y: F.kl_penalty(x, y, x.bool()),
-        lambda x, y: F.kl_penalty(x, x, x.bool(), "k3", y),
-        lambda x, y: F.kl_reward(x, y, x.bool(), 0.1),
-        lambda x, y: F.trust_region(x, y, x.bool(), 1.0),
-        lambda x, y: F.clipped_surrogate(x, y, 0.2, 0.2),
-        lambda x, y: F.cispo_surrogate(x, x, y, 0.2, 0.2),
-        lambda x, y: F.outside_divergence(x, y, x, 0.2, 0.2),
-        lambda x, y: F.dppo_surrogate(x, x, y.bool(), 20.0),
-        lambda x, y: F.sapo_surrogate(x, y),
-        lambda x, y: F.sequence_weight(x, y.bool()),
-        lambda x, y: F.geometric_mean_within(x, y.bool(), 0.9, 1.1),
-        lambda x, y: F.k3_mean_below(x, y.bool(), 0.1),
-        lambda x, y: F.off_policy_negatives(x, y, x.bool(), 0.1),
-    ],
-)
-def test_two_tensors_of_other_shapes_are_refused(call: Callable[[Tensor, Tensor], object]) -> None:
-    with pytest.raises(ValueError, match="must have 2 dimensions, got 3"):
-        call(torch.ones(2, 3, 1), torch.ones(2, 3, 1))
-    with pytest.raises(ValueError, match=r"must have the same shape, got .*\[2, 1\]"):
-        call(torch.ones(2, 3), torch.ones(2, 1))
+SHAPED = [name for name in F.__all__ if name.islower()]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        F.token_weight,
-        F.staleness_weight,
-        lambda x: F.weight_within(x, 0.0, 1.0),
-        lambda x: F.entropy_bonus(x, 1.0),
-        lambda x: F.sequence_count(x, "token_mean"),
-        lambda x: F.outside_clip_range(x, 0.2, 0.2),
-    ],
-)
-def test_a_tensor_without_tokens_is_refused(call: Callable[[Tensor], object]) -> None:
-    with pytest.raises(ValueError, match=r"\w+ must have 2 dimensions, got 1: shape \[3\]. It is \[B, T\]"):
-        call(torch.ones(3))
+@pytest.mark.parametrize("name", SHAPED)
+def test_tensors_that_are_not_all_a_value_per_token_are_refused(name: str) -> None:
+    function, given, tensors = getattr(F, name), {}, []
+    for key, one in signature(function).parameters.items():
+        if one.annotation == "Tensor" or (name, key) == ("kl_penalty", "log_ratio"):
+            tensors.append(key)
+            given[key] = torch.ones(2, 3, dtype=torch.bool if key in ("mask", "blocked") else torch.float32)
+        elif one.default is one.empty:
+            given[key] = 0.5
+    for wrong in tensors:
+        with pytest.raises(ValueError, match=r"must have 2 dimensions, got 3: shape .* It is \[B, T\]"):
+            function(**given | {wrong: given[wrong][..., None]})
+        if len(tensors) > 1:
+            with pytest.raises(ValueError, match=r"must have the same shape, got .*\[2, 1\]"):
+                function(**given | {wrong: given[wrong][:, :1]})

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl_moe.objectives import load_balancing as balance
 
 NAN, INF = float("nan"), float("inf")
+loss: Any = balance.load_balancing_loss
 
 
 def logits_of(*rows: tuple[float, ...]) -> Tensor:
@@ -53,25 +54,17 @@ def test_choices_are_counted_and_measured() -> None:
 LN3 = math.log(3)
 
 
-def test_balancing_loss_by_hand() -> None:
-    """Scores (3/4, 1/4) and (1/2, 1/2); both choose expert 0 of two (the first wins a tie): 2 * (1 * 5/8)."""
-    logits = logits_of((LN3, 0), (1e-9, 0))
-    assert balance.load_balancing_loss(logits, every(logits), 1).item() == pytest.approx(1.25)
-    # each token chooses another expert: f is even, and so the loss is 1 whatever P is
-    logits = logits_of((LN3, 0), (0, 1e-9))
-    assert balance.load_balancing_loss(logits, every(logits), 1).item() == pytest.approx(1.0)
-    # all tokens on one choice of experts is the worst
-    logits = logits_of(*[(50, 50, 0, 0, 0, 0)] * 3)
-    assert balance.load_balancing_loss(logits, every(logits), 2).item() == pytest.approx(6 / 2)
-
-
-def test_transformers_loss_is_ours_times_k_in_one_layer() -> None:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    logits, mask = random(0, 3, 7, 1, 8)
-    theirs = load_balancing_loss_func((logits.flatten(0, 2).float(),), 8, 2, attention_mask=mask)
-    ours = balance.load_balancing_loss(logits, balance.known_rows(logits, mask), 2)
-    torch.testing.assert_close(theirs, 2 * ours)
+@pytest.mark.parametrize(
+    ("rows", "top_k", "expected"),
+    [  # scores (3/4, 1/4) and (1/2, 1/2); both choose expert 0 of two (the first wins a tie): 2 * (1 * 5/8)
+        ([(LN3, 0), (1e-9, 0)], 1, 1.25),
+        ([(LN3, 0), (0, 1e-9)], 1, 1),  # each token chooses another: f is even, and so the loss is 1 whatever P is
+        ([(50, 50, 0, 0, 0, 0)] * 3, 2, 6 / 2),  # all tokens on one choice of experts is the worst
+    ],
+)
+def test_balancing_loss_by_hand(rows: list[tuple[float, ...]], top_k: int, expected: float) -> None:
+    logits = logits_of(*rows)
+    assert loss(logits, every(logits), top_k).item() == pytest.approx(expected)
 
 
 def naive(logits: Tensor, mask: Tensor, top_k: int, scoring: str, per_sequence: bool) -> tuple[Tensor, Tensor]:
@@ -100,22 +93,18 @@ def test_values_and_gradients_are_those_of_naive_code(scoring: Any, per_sequence
     logits, mask = random(3, 4, 5, 3, 6)
     mask[2] = False  # a sequence without a token
     logits.requires_grad_()
-    options = {"scoring": scoring, "per_sequence": per_sequence}
     rows = balance.known_rows(logits, mask)
-    ours = balance.load_balancing_loss(logits, rows, 2, **options), balance.z_loss(logits, rows)
+    ours = loss(logits, rows, 2, scoring=scoring, per_sequence=per_sequence), balance.z_loss(logits, rows)
     for got, wanted in zip(ours, naive(logits, mask, 2, scoring, per_sequence), strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-7)
-        ((one,), (other,)) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (got, wanted))
+        ((one,), (other,)) = (torch.autograd.grad(value, logits, retain_graph=True) for value in (got, wanted))
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
         assert one.abs().max() > 1e-3
 
 
 def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
     logits = torch.cat([logits_of((LN3, 0), (LN3, 0)), logits_of((0, LN3), (0, LN3))])
-    parts = [
-        balance.load_balancing_loss(logits[i : i + 1], every(logits[:1]), 1, num_rows=torch.tensor([4]))
-        for i in range(2)
-    ]
+    parts = [loss(one, every(one), 1, num_rows=torch.tensor([4])) for one in logits.split(1)]
     assert sum(parts).item() == pytest.approx(1.5)  # 1 for the whole batch
 
 
@@ -127,16 +116,10 @@ def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
         (lambda x, r: balance.known_rows(x.long(), r[..., 0]), "router_logits must have a floating point dtype"),
         (lambda x, r: balance.choice_counts(x, r[..., 0], 1), r"rows must have shape \[1, 2, 1\], got \[1, 2\]"),
         (lambda x, r: balance.choice_counts(x[0], r, 1), "router_logits must have 4 dimensions, got 3"),
-        (lambda x, r: balance.load_balancing_loss(x, r, 3), r"top_k must be in 1\.\.2, .* got 3"),
-        (lambda x, r: balance.load_balancing_loss(x, r, 1, scoring="linear"), "scoring must be one of .* got 'linear'"),
-        (
-            lambda x, r: balance.load_balancing_loss(x, r, 1, share=torch.ones(2)),
-            r"share must have shape \[1, 2\], got \[2\]",
-        ),
-        (
-            lambda x, r: balance.load_balancing_loss(x, r, 1, share=torch.ones(1, 2), per_sequence=True),
-            "leave it out with per_sequence=True",
-        ),
+        (lambda x, r: loss(x, r, 3), r"top_k must be in 1\.\.2, .* got 3"),
+        (lambda x, r: loss(x, r, 1, scoring="linear"), "scoring must be one of .* got 'linear'"),
+        (lambda x, r: loss(x, r, 1, share=torch.ones(2)), r"share must have shape \[1, 2\], got \[2\]"),
+        (lambda x, r: loss(x, r, 1, share=torch.ones(1, 2), per_sequence=True), "leave it out with per_sequence=True"),
         (lambda x, r: balance.z_loss(x, r[..., 0]), "rows must have shape"),
         (lambda x, r: balance.z_loss(x, r, torch.tensor(2)), r"num_rows must have shape \[1\], got \[\]"),
     ],

@@ -99,17 +99,12 @@ def test_responses_without_a_sample_log_prob_are_dropped_and_counted(strategy: A
     td[0][LOG_PROBS][3] = -float("inf")
     metrics = MismatchMetrics(masking_strategy=strategy)
     metrics.update(td, log_probs)
-    found = metrics.compute()
-    assert found["mismatch/dropped_fraction"] == share
-    assert found["mismatch/tokens"] == 3
-
-
-def test_the_masking_strategy_names_the_tokens() -> None:
-    td, log_probs = by_hand()
-    td[0]["masks", "all_assistant_mask"] = torch.tensor([False, True, False, False])
-    metrics = MismatchMetrics(masking_strategy="rlhf")
+    assert metrics.compute()["mismatch/dropped_fraction"] == share
+    assert metrics.compute()["mismatch/tokens"] == 3
+    td[0]["masks", "all_assistant_mask"] = torch.tensor([False, True, False, False])  # only rlhf reads it
+    metrics.reset()
     metrics.update(td, log_probs)
-    assert metrics.compute()["mismatch/tokens"] == 2
+    assert metrics.compute()["mismatch/tokens"] == (2 if strategy == "rlhf" else 3)
 
 
 def test_what_corrections_mask_is_counted_and_still_measured() -> None:
@@ -133,29 +128,17 @@ def test_pads_order_and_split_change_nothing(order: list[int], cut: int, left: i
     expected = measured(*scored(rollouts, ragged))
     shuffled = [rollouts[i] for i in order]
     assert measured(*scored(shuffled, lambda x: dense(x, left, right))) == pytest.approx(expected)
-    one, two, other_rank = MismatchMetrics(), MismatchMetrics(), MismatchMetrics()
-    for part in (shuffled[:cut], shuffled[cut:]):
-        one.update(*scored(part, ragged))
-    assert one.compute() == pytest.approx(expected)
-    two.update(*scored(shuffled[:cut], ragged))
+    one, other_rank = MismatchMetrics(), MismatchMetrics()
+    one.update(*scored(shuffled[:cut], ragged))
     other_rank.update(*scored(shuffled[cut:], ragged))
-    two.merge(pickle.loads(pickle.dumps(other_rank)))
-    assert two.compute() == pytest.approx(expected)
-    two.reset()  # it forgets
-    assert two.compute() == MismatchMetrics().compute() == {"mismatch/tokens": 0}
-    two.update(*scored(rollouts, ragged))
-    assert two.compute() == expected
-
-
-def test_nothing_has_a_gradient_and_the_input_stays() -> None:
-    rollouts = samples(SHAPES)
-    td = ragged(rollouts)
-    actor = BigramActor()
-    log_probs = actor.score(td)[0]
-    assert log_probs.requires_grad
-    measured(td, log_probs)
-    assert actor.logits.grad is None
-    assert set(td.keys(True, True)) == set(ragged(rollouts).keys(True, True))
+    one.merge(pickle.loads(pickle.dumps(other_rank)))
+    assert one.compute() == pytest.approx(expected)
+    other_rank.update(*scored(shuffled[:cut], ragged))
+    assert other_rank.compute() == pytest.approx(expected)
+    one.reset()  # it forgets
+    assert one.compute() == MismatchMetrics().compute() == {"mismatch/tokens": 0}
+    one.update(*scored(rollouts, ragged))
+    assert one.compute() == expected
 
 
 def test_the_percentile_is_of_a_sample_once_there_are_many() -> None:
@@ -183,12 +166,11 @@ def test_by_age_of_the_version() -> None:
         one[VERSIONS] = torch.tensor(versions, dtype=torch.int32)
     metrics = MismatchMetrics(max_age=3)
     metrics.update(td, log_probs, version=7)
-    found = {name: value for name, value in metrics.compute().items() if "age" in name}
+    expected = {"age_mean": (0 + 1 + 5 + 0) / 4}
     groups = {0: (2, (0.5 - L + 3 - LN4) / 2, (L + LN4) / 2), 1: (1, 0, 0), 3: (1, L - 1 / 3, L)}
-    expected = {"mismatch/age_mean": (0 + 1 + 5 + 0) / 4}
     for age, values in groups.items():
-        names = [f"mismatch/age_{age}/{name}" for name in ("tokens", "k3", "dlogp_mean")]
-        expected |= dict(zip(names, values, strict=True))
+        expected |= dict(zip([f"age_{age}/{name}" for name in ("tokens", "k3", "dlogp_mean")], values, strict=True))
+    found = {name.partition("/")[2]: value for name, value in metrics.compute().items() if "age" in name}
     assert found == pytest.approx(expected)
     assert not [name for name in measured(td, log_probs) if "age" in name]
     with pytest.raises(ValueError, match="version=6, but tokens were sampled by version 7"):
@@ -212,21 +194,11 @@ def test_agreement_and_fallback_weigh_their_rows() -> None:
     other = ragged([sample(2, 3)])
     metrics.update(routed(other, [NAN, 1.0, 0.75], [1]), BigramActor().score(other)[0])
     found = {name: value for name, value in metrics.compute().items() if name.startswith("routing/")}
-    assert found == pytest.approx(
-        {
-            "routing/fallback_fraction": 3 / 11,
-            "routing/agreement/layer_1": (4 * 0.5 + 4 * 1) / 8,
-            "routing/agreement/layer_2": (4 * 1 + 4 * 0.75) / 8,
-            "routing/agreement": (0.75 + 0.875) / 2,
-        }
-    )
-
-
-def test_agreement_that_was_not_measured_is_absent() -> None:
-    td, log_probs = by_hand()
-    found = measured(routed(td, [NAN, NAN], [4, 2]), log_probs)
-    assert {name for name in found if name.startswith("routing/")} == {"routing/fallback_fraction"}
-    assert found["routing/fallback_fraction"] == 1
+    layers = {"layer_1": (4 * 0.5 + 4 * 1) / 8, "layer_2": (4 * 1 + 4 * 0.75) / 8}
+    expected = {"routing/fallback_fraction": 3 / 11, "routing/agreement": (0.75 + 0.875) / 2}
+    assert found == pytest.approx(expected | {f"routing/agreement/{name}": share for name, share in layers.items()})
+    found = measured(routed(td, [NAN, NAN], [4, 2]), log_probs)  # agreement that was not measured is absent
+    assert {name: found[name] for name in found if name.startswith("routing/")} == {"routing/fallback_fraction": 1}
 
 
 def test_it_reads_what_the_scoring_wrapper_writes() -> None:
@@ -266,40 +238,33 @@ def test_a_collapse_is_one_line_and_the_next_one_another(caplog: pytest.LogCaptu
     assert line.endswith("may collapse: k3 0.445 (most 0.01), extreme_fraction 0.25 (most 0.1)")
 
 
-@pytest.mark.parametrize(
-    ("thresholds", "told"),
-    [
-        (None, []),
-        (CollapseThresholds(k3=1.0, extreme_fraction=0.25), []),
-        (CollapseThresholds(k3=None, extreme_fraction=None, ess=0.9), ["ess 0.652 (least 0.9)"]),
-    ],
-)
-def test_thresholds_can_be_moved(caplog: pytest.LogCaptureFixture, thresholds: Any, told: list[str]) -> None:
-    metrics = MismatchMetrics(thresholds=thresholds)
-    metrics.update(*by_hand())
-    metrics.compute()
-    assert [line.partition("collapse: ")[2] for line in warnings(caplog)] == told
+def test_thresholds_can_be_moved(caplog: pytest.LogCaptureFixture) -> None:
+    low = CollapseThresholds(k3=None, extreme_fraction=None, ess=0.9)
+    for thresholds in (None, CollapseThresholds(k3=1.0, extreme_fraction=0.25), low):
+        assert warnings(caplog) == []
+        metrics = MismatchMetrics(thresholds=thresholds)
+        metrics.update(*by_hand())
+        metrics.compute()
+    assert [line.partition("collapse: ")[2] for line in warnings(caplog)] == ["ess 0.652 (least 0.9)"]
 
 
-def test_a_wrong_version_is_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    td, log_probs = by_hand()
     for version in (True, 4.0, "4", -1, NAN):
         with pytest.raises(ValueError, match="version must be an integer of at least 0, or None, got "):
-            MismatchMetrics().update(*by_hand(), version=version)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
-        UniformSample(0)
-
-
-def test_tensors_that_do_not_fit_are_refused() -> None:
-    td, log_probs = by_hand()
+            measured(td, log_probs, version=version)
     with pytest.raises(ValueError, match=r"log_probs and .* same shape, got log_probs \[2, 3\]"):
         measured(td, log_probs[:, 1:])
     with pytest.raises(ValueError, match=r"kept and .* same shape, got kept \[2\]"):
         measured(td, log_probs, kept=torch.ones(2, dtype=torch.bool))
+    td.set(("routing", "fallback"), torch.zeros(2))
+    td.set(("routing", "agreement"), torch.zeros(2))
     with pytest.raises(ValueError, match=r"\('routing', 'agreement'\) must have shape \[2, L\], got \[2\]"):
-        td.set(("routing", "fallback"), torch.zeros(2))
-        td.set(("routing", "agreement"), torch.zeros(2))
         measured(td, log_probs)
-    del td["routing"]
+    for fallback in (-1, 99):
+        routed(td, [NAN], [fallback] * 2)
+        with pytest.raises(ValueError, match=r"\('routing', 'fallback'\) must be from 0 to the sample's tokens"):
+            measured(td, log_probs)
     metrics = MismatchMetrics(keys=MismatchKeys(sample_log_prob="mine"))
     with pytest.raises(ValueError, match="the tensordict has no 'mine'"):
         metrics.update(td, log_probs)
@@ -311,14 +276,6 @@ def test_only_metrics_of_the_same_arguments_are_merged() -> None:
             MismatchMetrics().merge(MismatchMetrics(**other))
     with pytest.raises(ValueError, match="other must be of class MismatchMetrics"):
         MismatchMetrics().merge(None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("fallback", [-1, 99])
-def test_more_fallback_rows_than_tokens_are_refused(fallback: int) -> None:
-    td, log_probs = by_hand()
-    td.set(("routing", "fallback"), torch.full((len(td),), fallback))
-    with pytest.raises(ValueError, match=r"\('routing', 'fallback'\) must be from 0 to the sample's tokens"):
-        measured(td, log_probs)
 
 
 def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -338,24 +295,13 @@ def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixt
     assert len(warnings(caplog)) == 1
 
 
-# -- all numbers until there are too many, then each as likely as any other, also across a merge ----------------------
+# -- a sample of numbers: all until there are too many, then each as likely as any other ------------------------------
 
 
-def test_it_holds_everything_until_it_is_full_and_its_randomness_is_its_own() -> None:
-    sample = UniformSample(capacity=6)
-    sample.add(np.array([[3.0, 1.0], [2.0, 5.0]]))
-    sample.add(np.array([4, 6], dtype=np.int64))
-    assert sorted(sample.values) == [1, 2, 3, 4, 5, 6]
-    sample.add(np.arange(100.0))
-    assert len(sample) == 6
+def test_every_number_is_as_likely_as_any_other_also_across_a_merge() -> None:
+    """50 of 200, in pieces and merged, 400 times: each is kept 100 times, give or take 4.5 standard deviations."""
     np.random.seed(0)
     before = np.random.get_state()[1].copy()
-    UniformSample(2).add(np.arange(10))
-    assert (np.random.get_state()[1] == before).all()
-
-
-def test_every_number_is_as_likely_as_any_other() -> None:
-    """50 of 200, in pieces and merged, 400 times: each is kept 100 times, give or take 4.5 standard deviations."""
     seen = np.zeros(200)
     for seed in range(400):
         first, second = UniformSample(50, seed=2 * seed), UniformSample(50, seed=2 * seed + 1)
@@ -367,6 +313,11 @@ def test_every_number_is_as_likely_as_any_other() -> None:
         seen[first.values.astype(int)] += 1
     assert abs(seen - 100).max() < 4.5 * np.sqrt(400 * 0.25 * 0.75)
     assert abs(seen[:120].mean() - 100) < 2  # neither stream is preferred
+    assert (np.random.get_state()[1] == before).all()  # its randomness is its own
+    few = UniformSample(capacity=6)
+    few.add(np.array([[3.0, 1.0], [2.0, 5.0]]))
+    few.add(np.array([4, 6], dtype=np.int64))
+    assert sorted(few.values) == [1, 2, 3, 4, 5, 6]
 
 
 def test_samples_that_merge_have_priorities_of_their_own() -> None:

@@ -109,60 +109,17 @@ def test_equal_to_dense(
         assert not any(grad[everywhere_out].any() for grad in ours_grads[1:])
 
 
-def test_kept_tokens_by_hand() -> None:
-    """Logits log 1, 2, 3, 4: of ids 0 and 3, id 3 has 4/5; of all but id 3, id 2 has 3/6."""
-    weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None].requires_grad_()
-    kept = torch.tensor([3, 0, 3]), torch.tensor([2, -1, 0])
-    log_probs, entropy = selected_log_probs(torch.ones(3, 1), weight, torch.tensor([3, 2, 1]), kept=kept)
-    torch.testing.assert_close(log_probs.exp(), torch.tensor([4 / 5, 3 / 6, 2 / 10]))
-    torch.testing.assert_close(entropy[0], torch.tensor(math.log(5) - 4 / 5 * math.log(4)))
-    (grad,) = torch.autograd.grad(log_probs[:2].sum(), weight)
-    torch.testing.assert_close(grad[:, 0], torch.tensor([-1 / 5 - 1 / 6, -2 / 6, 1 / 2, 1 / 5]))  # 1[chosen] - p
-
-
-def test_kept_tokens_with_parts_and_without_entropy() -> None:
-    kept, mask = kept_tokens("mixed")
-    hidden, weight = inputs(bias=False)
-    down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
-    parts = ([hidden, hidden @ down.T], [weight, up])
-    scores = selected_log_probs(*parts, TOKENS, entropy=False, tile_bytes=TILE, kept=kept)
-    assert scores[1] is None
-    wanted = dense(hidden, weight + up @ down, mask=mask)[0]
-    zero = torch.zeros(ROWS)
-    check_same((scores[0], zero), (wanted, zero), [hidden, weight, up])
-
-
-def test_rows_that_a_loss_masks_take_their_kept_tokens_with_them() -> None:
-    kept, mask = kept_tokens("mixed")
-    hidden, weight = inputs(bias=False)
-    live = torch.tensor([True, True, False, True, False, True, True, False, True])
-    got = selected_log_probs(hidden, weight, TOKENS, tile_bytes=TILE, kept=kept)
-    ours, theirs = (
-        torch.autograd.grad((scores[0] * scores[1])[live].sum(), [hidden, weight])
-        for scores in (got, dense(hidden, weight, mask=mask))
-    )
-    torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("kind", [None, "mixed"])
-def test_gradcheck(kind: str | None) -> None:
-    kept = kept_tokens(kind)[0] if kind else None
-
-    def scores(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Any:
-        parts = ([hidden, hidden @ down.T], [weight, up])
-        return selected_log_probs(*parts, TOKENS, bias=bias, transform=ALL, tile_bytes=TILE, kept=kept)
-
-    adapter = [torch.randn(2, SIZE).double().requires_grad_(), torch.randn(VOCAB, 2).double().requires_grad_()]
-    assert torch.autograd.gradcheck(scores, (*inputs(), *adapter), fast_mode=True)
-
-
-def test_parts_add_up() -> None:
+def test_parts_add_up(kind: str | None) -> None:
     """LoRA: two parts are the head with its merged weight, and a frozen head gets no gradient."""
-    hidden, weight = inputs(bias=False)
-    weight.requires_grad_(False)
+    kept, mask = kept_tokens(kind) if kind else (None, None)
+    hidden, weight, *bias = inputs(bias=kind is not None)
+    weight.requires_grad_(kind is not None)
     down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
-    got = selected_log_probs([hidden, hidden @ down.T * 3], [weight, up], TOKENS, tile_bytes=TILE)
-    check_same(got, dense(hidden, weight + 3 * up @ down), [hidden, up])
+    how: dict[str, Any] = {"transform": ALL, "tile_bytes": TILE, "kept": kept, "bias": bias[0] if bias else None}
+    got = selected_log_probs([hidden, hidden @ down.T * 3], [weight, up], TOKENS, **how)
+    wanted = dense(hidden, weight + 3 * up @ down, how["bias"], ALL, mask)
+    check_same(got, wanted, [hidden, up, *bias, *([weight] if bias else [])])
     with torch.no_grad():
         assert not any(score.requires_grad for score in selected_log_probs(hidden, up @ down, TOKENS))
 
@@ -194,20 +151,19 @@ def test_a_loss_may_read_only_one_of_the_two(name: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_rows_that_a_loss_masks_do_not_reach_the_gradients() -> None:
+@pytest.mark.parametrize("kind", [None, "mixed"])
+def test_rows_that_a_loss_masks_do_not_reach_the_gradients(kind: str | None) -> None:
     """Not even if their hidden states are NaN: 0 x NaN is not computed."""
+    kept, mask = kept_tokens(kind) if kind else (None, None)
     hidden, weight = inputs(bias=False)
-    broken = hidden.detach().clone()
-    broken[3] = torch.nan
-    broken.requires_grad_()
-    keep = torch.arange(ROWS) != 3
-    log_probs, entropy = selected_log_probs(broken, weight, TOKENS, tile_bytes=TILE)
+    keep = torch.tensor([True, True, False, True, False, True, True, False, True])
+    broken = hidden.detach().masked_fill(~keep[:, None], torch.nan).requires_grad_()
+    log_probs, entropy = selected_log_probs(broken, weight, TOKENS, tile_bytes=TILE, kept=kept)
     assert log_probs.isnan().tolist() == entropy.isnan().tolist() == (~keep).tolist()
-    loss = torch.where(keep, log_probs + entropy, 0).sum()
-    of_hidden, of_weight = torch.autograd.grad(loss, [broken, weight])
-    wanted = dense(hidden, weight)
+    ours = torch.autograd.grad(torch.where(keep, log_probs + entropy, 0).sum(), [broken, weight])
+    wanted = dense(hidden, weight, mask=mask)
     theirs = torch.autograd.grad((wanted[0] + wanted[1])[keep].sum(), [hidden, weight])
-    torch.testing.assert_close((of_hidden, of_weight), theirs)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_no_rows_give_no_scores_and_gradients_of_zero() -> None:
@@ -282,6 +238,7 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
 
 
 NO_IDS, NO_SIZES = torch.zeros(0).int(), torch.zeros(ROWS).int()
+FEW = torch.tensor([2, 0, -1, 0, 2, 0, 0, 0, 0], dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +256,16 @@ NO_IDS, NO_SIZES = torch.zeros(0).int(), torch.zeros(ROWS).int()
         ({"kept": (torch.zeros(1, 1).int(), NO_SIZES)}, "ids of kept must have 1 dimension, got 2"),
         ({"kept": (torch.zeros(0), NO_SIZES)}, "ids of kept must have a signed integer dtype"),
         ({"kept": (NO_IDS, NO_SIZES.float())}, "sizes of kept must have a signed integer"),
-        ({"kept": (NO_IDS, NO_SIZES.bool())}, "sizes of kept must have a signed integer"),
         ({"kept": (NO_IDS, NO_SIZES.to(torch.uint8))}, "sizes of kept must have a signed integer"),
         ({"kept": (NO_IDS, NO_SIZES[1:])}, r"sizes of kept must have shape \[9\], got \[8\]"),
-        ({"kept": (torch.zeros(1).int(), NO_SIZES)}, "the sizes of kept say 0 ids, and there are 1"),
-        ({"kept": (torch.full((9,), 31), NO_SIZES + 1)}, r"ids of kept must be in 0..30, row 0 has 31"),
-        ({"kept": (TOKENS + 0, NO_SIZES - 1)}, "row 0: token 0 is not among the ids that kept gives"),
+        # rows 0 to 4 have the ids 4 and 0, all, all but 3, all, and 17 and 1
+        ({"kept": (torch.tensor([4, 0, 3, 17]), FEW)}, "the sizes of kept say 5 ids, and there are 4"),
+        ({"kept": (torch.tensor([4, 0, 3, 17, 1, 0]), FEW)}, "the sizes of kept say 5 ids, and there are 6"),
+        ({"kept": (torch.tensor([4, 0, 31, 17, 1]), FEW)}, r"ids of kept must be in 0\.\.30, row 2 has 31"),
+        ({"kept": (torch.tensor([4, 0, 3, 17, -1]), FEW)}, r"ids of kept must be in 0\.\.30, row 4 has -1"),
+        ({"kept": (torch.tensor([4, 2, 3, 17, 1]), FEW)}, "row 0: token 0 is not among the ids that kept gives this"),
+        ({"kept": (torch.tensor([4, 0, 4, 17, 1]), FEW)}, "row 2: token 4 is not among the ids"),
+        ({"kept": (torch.tensor([4, 0, 3, 16, 1]), FEW)}, "row 4: token 17 is not among the ids"),
         ({"tile_bytes": 11}, "tile_bytes must hold at least 3 numbers of 4 bytes, got 11"),
     ],
 )

@@ -18,27 +18,21 @@ from torchrl_moe.ops.linear_head import VocabShard
 ROWS, VOCAB, SIZE, CUT = 7, 31, 6, 16  # DTensor cuts 31 rows so
 TOKENS = torch.tensor([0, 30, 15, 20, 4, 4, 25])
 TRANSFORM = LogitTransform(scale=0.5, soft_cap=3.0, temperature=0.7)
-KEPT: dict[str, Any] = {
-    "all ids": None,
+KEPT: dict[str, list[tuple[int, list[int]]]] = {
+    "all ids": [],
+    # of the first rank, of the second, ..., all, none of the first rank's
     "some": [
-        (1, [3, 0]),  # of the first rank
-        (1, [30, 25, 22]),  # of the second
-        (1, [15, 5, 21]),
-        (-1, [1, 15, 21]),
-        (1, [4]),
-        (1, []),  # all
-        (-1, list(range(CUT))),  # none of the first rank's
+        (1, [3, 0]), (1, [30, 25, 22]), (1, [15, 5, 21]), (-1, [1, 15, 21]), (1, [4]), (1, []), (-1, list(range(CUT))),
     ],
-}
+}  # fmt: skip
 """By row, the ids that are kept, or with -1 those that are left out."""
 
 
 def kept_of(name: str) -> tuple[Tensor, Tensor] | None:
-    if KEPT[name] is None:
+    if not KEPT[name]:
         return None
-    return torch.tensor([token for _, row in KEPT[name] for token in row]), torch.tensor(
-        [s * len(r) for s, r in KEPT[name]]
-    )
+    ids = [token for _, row in KEPT[name] for token in row]
+    return torch.tensor(ids), torch.tensor([sign * len(row) for sign, row in KEPT[name]])
 
 
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,16 +49,8 @@ def scored(mesh: DeviceMesh | None, name: str, dtype: torch.dtype, entropy: bool
     hidden, weight, bias, weighing = tensors(dtype)
     cut = (weight, bias) if mesh is None else [distribute_tensor(t, mesh, [Shard(0)]) for t in (weight, bias)]
     leaves = [leaf.requires_grad_() for leaf in (hidden, *cut)]
-    log_probs, spread = selected_log_probs(
-        leaves[0],
-        leaves[1],
-        TOKENS,
-        bias=leaves[2],
-        transform=TRANSFORM,
-        entropy=entropy,
-        kept=kept_of(name),
-        tile_bytes=600,
-    )
+    how: dict[str, Any] = {"transform": TRANSFORM, "entropy": entropy, "kept": kept_of(name), "tile_bytes": 600}
+    log_probs, spread = selected_log_probs(leaves[0], leaves[1], TOKENS, bias=leaves[2], **how)
     loss = (weighing[0] * log_probs).sum()
     if spread is not None:
         loss = loss + (weighing[1] * spread).sum()

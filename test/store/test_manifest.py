@@ -6,6 +6,7 @@ import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,22 +31,16 @@ PATCHED = (  # 2 of 6 numbers, the whole, nothing
 )
 
 
-def test_sizes_and_ends_follow_from_shapes() -> None:
-    assert [entry.nbytes for entry in ENTRIES] == [24, 2, 0]
-    assert [entry.end for entry in ENTRIES] == [24, 66, 128]
-    manifest = Manifest(3, None, ENTRIES)
+def test_sizes_and_ends_follow_from_shapes_and_what_changed() -> None:
+    """A patch holds elements, and two bytes for the place of each."""
+    assert [(entry.nbytes, entry.end) for entry in ENTRIES] == [(24, 24), (2, 66), (0, 128)]
+    manifest, patch = Manifest(3, None, ENTRIES), Manifest(3, 2, PATCHED)
     assert (manifest.nbytes, manifest.extent) == (26, 128)
     assert manifest.tensors["b"] == (torch.bfloat16, torch.Size([]))
     assert manifest.by_name["b"] is ENTRIES[1]
-
-
-def test_a_patch_holds_elements_and_two_bytes_for_the_place_of_each() -> None:
-    assert [(entry.is_whole, entry.stored, entry.nbytes) for entry in PATCHED] == [
-        (False, 2 * (4 + 2), 24),
-        (True, 2, 2),
-        (True, 0, 0),
-    ]
-    assert (Manifest(3, 2, PATCHED).nbytes, Manifest(3, 2, PATCHED).extent) == (26, 24)
+    assert [(entry.is_whole, entry.stored) for entry in PATCHED] == [(False, 2 * (4 + 2)), (True, 2), (True, 0)]
+    assert (patch.nbytes, patch.extent, patch.digest) == (26, 24, manifest.digest)  # wherever the bytes lie
+    assert manifest.digest != Manifest(3, None, ENTRIES[:2]).digest
 
 
 NAMES = ['"', "\\", "a\nb", "\n}", "\u2028", "é", "雪", "\x00\x7f", "", " ", "version", "}", ",", "x" * 3000]
@@ -58,22 +53,14 @@ def as_patch(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
 
 
 @pytest.mark.parametrize(
-    "manifest",
+    ("version", "base", "entries"),
     [
-        Manifest(3, None, ENTRIES),
-        Manifest(3, 2, PATCHED),
-        Manifest(3, 0, PATCHED[:1]),
-        Manifest(0, None, ()),
-        Manifest(1, 0, ()),
-        Manifest(9, None, ODD),
-        Manifest(9, 1, as_patch(ODD)),
-        Manifest(9, None, MANY),
-        Manifest(9, 7, as_patch(MANY)),
-        Manifest((1 << 63) - 1, (1 << 63) - 2, PATCHED),
+        (3, None, ENTRIES), (3, 2, PATCHED), (3, 0, PATCHED[:1]), (0, None, ()), (1, 0, ()), (9, None, ODD),
+        (9, 1, as_patch(ODD)), (9, None, MANY), (9, 7, as_patch(MANY)), ((1 << 63) - 1, (1 << 63) - 2, PATCHED),
     ],
-    ids=lambda manifest: f"{len(manifest.entries)}",
-)
-def test_a_manifest_survives_its_text(manifest: Manifest) -> None:
+)  # fmt: skip
+def test_a_manifest_survives_its_text(version: int, base: int | None, entries: tuple[TensorEntry, ...]) -> None:
+    manifest = Manifest(version, base, entries)
     text = manifest.to_json()
     found = Manifest.from_json(text)
     assert found == manifest
@@ -116,11 +103,6 @@ def test_names_that_no_file_of_safetensors_can_have_are_refused(names: list[str]
         Manifest(1, None, tuple(TensorEntry(name, "int8", (), 0, "0" * 16) for name in names)).to_json()
 
 
-def test_the_digest_does_not_depend_on_where_the_bytes_lie() -> None:
-    assert Manifest(3, None, ENTRIES).digest == Manifest(4, 3, PATCHED).digest
-    assert Manifest(3, None, ENTRIES).digest != Manifest(3, None, ENTRIES[:2]).digest
-
-
 def test_a_text_is_parsed_once_in_a_process_for_all_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [Manifest(version, None, ENTRIES).to_json() for version in range(100, 103)]
     made = note_made(monkeypatch)
@@ -152,26 +134,6 @@ def test_a_text_that_was_damaged_anywhere_is_refused() -> None:
             Manifest.from_json(damaged)
 
 
-def test_a_text_that_someone_wrote_so_is_refused_or_has_its_tensors_within_counts() -> None:
-    """The checksum is right; what it covers was changed at random."""
-    rng, accepted = random.Random(8), 0
-    for turn in range(2000):
-        text = (BASE, PATCH)[turn % 2]
-        at = rng.randrange(len(text))
-        piece = rng.choice(["", "9", "-1", '"', "[", "]", "{", "}", ",", "\n", "null", "1e9", "F8_E4M3", " "])
-        try:
-            found = Manifest.from_json(sealed(text[:at] + piece + text[at + rng.randrange(3) :]))
-        except ManifestMismatch:
-            continue
-        accepted += 1
-        for entry in found.entries:
-            assert entry.offset >= 0
-            assert entry.offset % entry.torch_dtype.itemsize == 0
-            assert entry.stored <= max(entry.nbytes, entry.nbytes * (1 + 2 / entry.torch_dtype.itemsize))
-        assert found.base is None or 0 <= found.base < found.version
-    assert accepted > 0
-
-
 def edited(*pairs: str, text: str = BASE) -> str:
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         assert old in text
@@ -188,35 +150,27 @@ def patched(*pairs: str) -> str:
     [
         ("", "is damaged"),
         ('{"__metadata__":{"xxh3":"', "is damaged"),
-        ("[]", "is damaged"),
         (sealed('{"__metadata__":{"xxh3":"' + "0" * 32), "not one of this format: DecodeError"),
         (sealed(BASE[:-9]), "not one of this format: DecodeError"),
         (edited('"manifest":"4"', '"manifest":"3"'), "format '3', this release reads '4'"),
         (edited('"version":"3"', '"version":"-1"'), "Expected `int` >= 0"),
         (edited('"version":"3"', '"version":"true"'), "Expected `int`, got `bool`"),
-        (edited('"version":"3"', '"version":3'), "Expected `str`, got `int`"),
         (edited('"version":"3",', ""), "KeyError: 'version'"),
         (edited('"version":"3"', f'"version":"{1 << 63}"'), "Expected `int` <= "),
         (edited('"a":{', '"c":{'), "2 tensors, and 48 digits"),
-        (edited("F32", "__class__"), "KeyError: '__class__'"),
         (edited("F32", "C64"), "KeyError: 'C64'"),
         (edited("[2,3]", "[-2,-3]"), "Expected `int` >= 0"),
-        (edited("[2,3]", "4"), "Expected `array`, got `int`"),
         (edited("[2,3]", "[2,3.5]"), "Expected `int`, got `float`"),
         (edited("[2,3]", "[2,4]"), "a of 32 bytes begins at 0 and ends at 24"),
         (edited("[0,24]", "[2,26]"), "a of 24 bytes begins at 2 and ends at 26"),
-        (edited("[0,24]", "[24,0]"), "a of 24 bytes begins at 24 and ends at 0"),
-        (edited("[0,24]", "[-24,0]"), "Expected `int` >= 0"),
         (edited("[0,24]", '[0,24],"path":"/etc/passwd"'), "unknown field `path`"),
         (edited("0123456789abcdef", "0123456789abcde"), "3 tensors, and 47 digits of digests"),
         (edited("0123456789abcdef", "0123456789ABCDEF"), "digests have b'ABCD' in them"),
         (patched('"base":"2"', '"base":"3"'), "version 3 is a patch of version 3"),
         (patched('"base":"2"', '"base":"../../x"'), "JSON is malformed"),
         (patched("f" * 16, "../../../../../x"), "digests have b'../.' in them"),
-        (patched("f" * 16, "f" * 15), "Expected `str` of length >= 16"),
         (patched('3],0,2,\\"', '3],0,7,\\"'), "tensor a has 7 changed elements of 6 at 0"),
         (patched('3],0,2,\\"', '3],2,2,\\"'), "tensor a has 2 changed elements of 6 at 2"),
-        (patched('3],0,2,\\"', '3],0,null,\\"'), "Expected `int`, got `null`"),
         (patched("[0,24]", "[0,25]"), "its array is not one of 24 bytes"),
         (patched('"patch"', '"other"'), "its array is not one of 24 bytes"),
         (patched('"tensor a"', '"a"'), "a has 2 changed elements of 6 at 0"),
@@ -228,29 +182,23 @@ def test_a_text_that_is_no_manifest_is_refused(text: str, message: str) -> None:
 
 
 EXPECTED = {"a": (torch.float32, torch.Size([2, 3])), "n": (torch.int64, torch.Size([4]))}
-
-
-def test_exactly_the_expected_tensors_pass_and_floats_may_differ() -> None:
-    check_tensors(EXPECTED, EXPECTED)
-    check_tensors({"n": EXPECTED["n"], "a": (torch.bfloat16, torch.Size([2, 3]))}, EXPECTED)
+A = EXPECTED["a"]
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("changes", "words"),
     [
-        ({"a": EXPECTED["a"]}, r"not the engine's tensors: 1 missing \(n\)\. Publish the whole model"),
-        ({**EXPECTED, "x": EXPECTED["a"]}, r"1 unknown to the engine \(x\)\. "),
-        ({"b": EXPECTED["a"], "n": EXPECTED["n"]}, r"1 missing \(a\); 1 unknown to the engine \(b\)\. "),
-        (
-            {**EXPECTED, **{f"x{i}": EXPECTED["a"] for i in range(6)}},
-            r"6 unknown to the engine \(x0, x1, x2, x3, \.\.\.\)",
-        ),
-        ({**EXPECTED, "a": (torch.float32, torch.Size([3, 2]))}, r"a has shape \[3, 2\], the engine expects \[2, 3\]"),
-        ({**EXPECTED, "n": (torch.int32, torch.Size([4]))}, r"n is torch\.int32, the engine expects torch\.int64"),
-        ({**EXPECTED, "n": (torch.float32, torch.Size([4]))}, r"n is torch\.float32, the engine expects torch\.int64"),
-        ({**EXPECTED, "a": (torch.int64, torch.Size([2, 3]))}, r"a is torch\.int64, the engine expects torch\.float32"),
+        ({"n": None}, r"not the engine's tensors: 1 missing \(n\)\. Publish the whole model"),
+        ({"x": A}, r"1 unknown to the engine \(x\)\. "),
+        ({"a": None, "b": A}, r"1 missing \(a\); 1 unknown to the engine \(b\)\. "),
+        ({f"x{i}": A for i in range(6)}, r"6 unknown to the engine \(x0, x1, x2, x3, \.\.\.\)"),
+        ({"a": (torch.float32, torch.Size([3, 2]))}, r"a has shape \[3, 2\], the engine expects \[2, 3\]"),
+        ({"n": (torch.int32, torch.Size([4]))}, r"n is torch\.int32, the engine expects torch\.int64"),
+        ({"n": (torch.float32, torch.Size([4]))}, r"n is torch\.float32, the engine expects torch\.int64"),
+        ({"a": (torch.int64, torch.Size([2, 3]))}, r"a is torch\.int64, the engine expects torch\.float32"),
     ],
 )
-def test_what_differs_is_named(found: dict[str, tuple[torch.dtype, torch.Size]], words: str) -> None:
+def test_what_differs_is_named_and_floats_may_differ(changes: dict[str, Any], words: str) -> None:
+    check_tensors({"n": EXPECTED["n"], "a": (torch.bfloat16, torch.Size([2, 3]))}, EXPECTED)
     with pytest.raises(ManifestMismatch, match=words):
-        check_tensors(found, EXPECTED)
+        check_tensors({name: kind for name, kind in (EXPECTED | changes).items() if kind is not None}, EXPECTED)

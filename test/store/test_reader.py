@@ -1,4 +1,4 @@
-"""The reader: mappings that outlive versions, pins, damage."""
+"""The reader: mappings that outlive versions, damage, who may write; adapters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from support.processes import exit_code_of
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
-from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import (
+    Manifest,
+    TensorEntry,
+    WeightStoreReader,
+    WeightStoreWriter,
+    adapter_tensors,
+    copy_adapter,
+)
 from torchrl_moe.store.content import header_of
+from torchrl_moe.store.reader import ADAPTER_FILES
 
 
 @pytest.fixture
@@ -27,23 +37,20 @@ def tensors(value: float = 1.0) -> dict[str, Tensor]:
     return {f"t{i}": torch.full((i, 100), float(value)) for i in range(5)}
 
 
-def test_tensors_are_mapped_without_a_copy_and_without_a_warning(writer: WeightStoreWriter, tmp_path: Path) -> None:
-    manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
+def test_tensors_are_mapped_without_a_copy_or_a_warning_and_outlive_their_reader(
+    writer: WeightStoreWriter, tmp_path: Path
+) -> None:
+    manifest, reader = writer.publish(tensors(3).items(), 1), WeightStoreReader(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with reader.reading(manifest) as once:
             pointers = {name: tensor.data_ptr() for name, tensor in once.items()}
+            kept = once["t4"]
         with reader.reading(manifest) as again:
             assert {name: tensor.data_ptr() for name, tensor in again.items()} == pointers
     offsets = {entry.name: entry.offset for entry in manifest.entries if entry.nbytes}
     assert all(pointers[name] - pointers["t1"] == offsets[name] - offsets["t1"] for name in offsets)
-
-
-def test_a_tensor_outlives_its_reader(writer: WeightStoreWriter, tmp_path: Path) -> None:
-    manifest, reader = writer.publish(tensors(3).items(), 1), WeightStoreReader(tmp_path)
-    with reader.reading(manifest) as read:
-        kept = read["t4"]
-    del reader, read
+    del reader, once, again
     assert kept.eq(3).all()
 
 
@@ -87,44 +94,32 @@ def test_a_file_that_was_cut_short_is_refused_before_it_is_read(writer: WeightSt
         reader.verify(manifest)
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(writer: WeightStoreWriter, tmp_path: Path) -> None:
+def test_what_is_no_version_of_this_number_is_refused(writer: WeightStoreWriter, tmp_path: Path) -> None:
     manifest = writer.publish(tensors().items(), 1)
     path = tmp_path / "v1.safetensors"
+    (tmp_path / "v9.safetensors").write_bytes(path.read_bytes())
+    with pytest.raises(ManifestMismatch, match="the manifest of version 9 is that of version 1"):
+        WeightStoreReader(tmp_path).manifest(9)
     path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")  # a link is not followed
     with pytest.raises((ManifestMismatch, OSError), match=r"cannot be opened|symbolic links"):
         WeightStoreReader(tmp_path).verify(manifest)
 
 
-def test_a_manifest_under_another_number_is_refused(writer: WeightStoreWriter, tmp_path: Path) -> None:
-    writer.publish(tensors().items(), 1)
-    (tmp_path / "v9.safetensors").write_bytes((tmp_path / "v1.safetensors").read_bytes())
-    with pytest.raises(ManifestMismatch, match="the manifest of version 9 is that of version 1"):
-        WeightStoreReader(tmp_path).manifest(9)
-
-
-def test_flat_bytes_are_those_of_a_whole_version(tmp_path: Path) -> None:
-    manifest = WeightStoreWriter(tmp_path).publish(tensors(2).items(), 1)
-    with WeightStoreReader(tmp_path).flat(manifest) as (whole, flat):
-        assert (whole, len(flat)) == (manifest, manifest.extent)
-        entry = manifest.entries[4]
+def test_flat_bytes_are_those_of_a_whole_version_and_a_patch_has_none(tmp_path: Path) -> None:
+    writer, reader = WeightStoreWriter(tmp_path, keep_versions=9, delta=True), WeightStoreReader(tmp_path)
+    first = writer.publish(tensors(2).items(), 1)
+    with reader.flat(first) as (whole, flat):
+        assert (whole, len(flat)) == (first, first.extent)
+        entry = first.entries[4]
         assert (flat[entry.offset : entry.end].view(np.float32) == 2).all()
         assert not flat.flags.writeable
-
-
-def test_a_patch_has_no_flat_bytes(tmp_path: Path) -> None:
-    writer = WeightStoreWriter(tmp_path, delta=True)
-    writer.publish(tensors().items(), 1)
-    changed = {name: tensor.clone() for name, tensor in tensors().items()}
+    changed = tensors(2)
     changed["t3"][0, 0] = 5
-    manifest = writer.publish(changed.items(), 2)
+    patch = writer.publish(changed.items(), 2)
     with pytest.raises(ManifestMismatch, match="version 2 is a patch: read it tensor by tensor"):
-        WeightStoreReader(tmp_path).flat(manifest).__enter__()
-
-
-def test_a_version_that_was_published_again_has_the_flat_bytes_of_the_first(tmp_path: Path) -> None:
-    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
-    first = writer.publish(tensors(2).items(), 1)
+        reader.flat(patch).__enter__()
+    # a version that was published again has those of the first
     with reader.flat(writer.republish(1, 3)) as (whole, flat), reader.flat(first) as (_, before):
         assert (whole.version, whole.base, whole.entries, whole.digest) == (3, None, first.entries, first.digest)
         assert flat.tobytes() == before.tobytes()
@@ -178,3 +173,57 @@ def test_what_is_gone_or_would_come_before_itself_is_refused(writer: WeightStore
     with pytest.raises(ValueError, match="version 3 can be published again only under a higher number, got 3"):
         writer.republish(3, 3)
     assert WeightStoreReader(tmp_path).versions() == [2, 3]
+
+
+# -- an adapter: published as tensors of bytes, copied as files with a check -------------------------------------------
+
+CONFIG, MODEL = ADAPTER_FILES
+
+
+def files(text: bytes) -> dict[str, bytes]:
+    return {CONFIG: b"{}", MODEL: text}
+
+
+def publish_adapter(store: Path, version: int, text: bytes) -> Manifest:
+    writer = WeightStoreWriter(store)
+    manifest = writer.publish(adapter_tensors(files(text)).items(), version)
+    writer.close()
+    return manifest
+
+
+@pytest.mark.parametrize("text", [b"weights", b"x" * ((5 << 20) + 1)], ids=len)
+def test_a_version_is_copied_as_it_was_written(tmp_path: Path, text: bytes) -> None:
+    manifest = publish_adapter(tmp_path / "store", 3, text)
+    (tmp_path / "copy").mkdir()
+    assert copy_adapter(tmp_path / "store", 3, tmp_path / "copy") == manifest
+    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == files(text)
+    assert (manifest.version, manifest.nbytes) == (3, 2 + len(text))
+    assert [entry.digest for entry in manifest.entries] == [xxhash.xxh3_64_hexdigest(b) for b in (b"{}", text)]
+    assert manifest.digest != publish_adapter(tmp_path / "store", 4, text + b"!").digest
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "words"),
+    [
+        (lambda text: text.replace(b"weights", b"weightz"), DigestMismatch, "7: bytes of adapter_model.safetensors "),
+        (lambda text: text[:-1], ManifestMismatch, "the file was cut short"),
+        (lambda text: text.replace(b'"version":"7"', b'"version":"8"'), ManifestMismatch, "is damaged"),
+        (None, ManifestMismatch, r"7 is not in the store, which holds \[\]: it was removed, or .* not shared"),
+        (lambda text: text[:100], ManifestMismatch, "is damaged"),
+    ],
+)
+def test_what_was_not_published_so_is_not_copied(tmp_path: Path, spoil: Any, kind: Any, words: str) -> None:
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    publish_adapter(store, 7, b"weights")
+    copy.mkdir()
+    file = store / "v7.safetensors"
+    file.write_bytes(spoil(file.read_bytes())) if spoil else file.unlink()
+    with pytest.raises(kind, match=words):
+        copy_adapter(store, 7, copy)
+    assert list(copy.iterdir()) == []
+
+
+def test_weights_are_no_adapter(tmp_path: Path) -> None:
+    WeightStoreWriter(tmp_path / "store").publish([("a", torch.ones(2))], 1)
+    with pytest.raises(ManifestMismatch, match=r"version 1 in .* is not one of an adapter"):
+        copy_adapter(tmp_path / "store", 1, tmp_path)

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import multiprocessing
 import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from support.processes import exit_code_of
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
-from torchrl_moe.store.folder import is_in_memory, pinned
+from torchrl_moe.store.folder import pinned
 
-DTYPES = [getattr(torch, name) for name in ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"]]
-DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    if not (MEMORY.is_dir() and is_in_memory(MEMORY)):
-        pytest.skip("this machine has no /dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="torchrl_moe-test-", dir=MEMORY))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(params=["disk", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return tmp_path / "store" if request.param == "disk" else request.getfixturevalue("memory")
 
 
 @pytest.fixture
@@ -66,43 +43,6 @@ def constant(value: float, size: int = 1000) -> dict[str, Tensor]:
 def read(reader: Reader, version: int) -> dict[str, Tensor]:
     with reader.reading(reader.manifest(version)) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    """Any finite numbers in any dtype and shape, 0-d and empty ones too, contiguous or not."""
-    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)
-    tensor = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
-    if dtype.is_floating_point:
-        tensor = torch.where(tensor.double().isfinite(), tensor, torch.ones((), dtype=dtype))
-    tensor = tensor.view(shape)
-    return tensor.mT if len(shape) == 2 and draw(st.booleans()) else tensor
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.dictionaries(st.text(max_size=8), tensors(), max_size=6), min_size=1, max_size=4),
-    st.sampled_from([None, str(MEMORY)] if MEMORY.is_dir() else [None]),
-)
-def test_every_version_comes_back_bit_by_bit(versions: list[dict[str, Tensor]], place: str | None) -> None:
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        writer, reader = WeightStoreWriter(folder), WeightStoreReader(folder)
-        for number, weights in enumerate(versions, start=1):
-            manifest = writer.publish(weights.items(), number)
-            assert reader.manifest(number) == manifest
-            reader.verify(manifest)
-            again = read(reader, number)
-            assert list(again) == list(weights)
-            assert all(same_bits(again[name], weights[name]) for name in weights)
-            assert manifest.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-            assert manifest.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
 def test_the_digest_is_of_names_dtypes_shapes_and_bytes(writer: Writer) -> None:
@@ -148,14 +88,11 @@ def test_tensors_that_are_not_as_announced_end_the_version_and_leave_the_one_bef
     reader.verify(reader.manifest(2))
 
 
-def test_a_version_may_grow_and_shrink(writer: Writer, reader: Reader) -> None:
+def test_a_version_may_grow_and_shrink_and_takes_its_number_from_another(writer: Writer, reader: Reader) -> None:
     for version, size in enumerate((10, 10, 5_000, 100_000, 3, 0, 200_000), start=1):
         writer.publish(constant(version, size).items(), version)
         reader.verify(reader.manifest(version))
         assert read(reader, version)["w"].tolist() == [version] * size
-
-
-def test_a_manifest_that_was_published_again_is_refused(writer: Writer, reader: Reader) -> None:
     old = publish(writer, 1)[0]
     writer.publish(constant(2).items(), 1)
     with pytest.raises(ManifestMismatch, match="version 1 was published again"):
@@ -195,58 +132,6 @@ def test_a_version_that_is_read_is_neither_removed_nor_written_over(
     assert sum(path.stat().st_size for path in folder.glob("*v*")) < 3 * 4_500
 
 
-def test_the_oldest_version_goes_before_a_new_one_is_written_in_memory(memory: Path) -> None:
-    writer, reader = WeightStoreWriter(memory, keep_versions=3), WeightStoreReader(memory)
-    publish(writer, 1, 2, 3)
-
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        with pytest.raises(ManifestMismatch, match=r"which holds \[2, 3\]"):
-            reader.manifest(1)
-        for version in (2, 3):
-            assert read(reader, version)["w"].eq(version).all()
-        yield from constant(4).items()
-
-    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in constant(4).items()}
-    writer.publish(stream(), 4, kinds)
-    assert reader.versions() == [2, 3, 4]
-
-
-def test_a_writer_killed_while_it_writes_over_a_file_leaves_the_last_version(memory: Path) -> None:
-    writer, reader = WeightStoreWriter(memory), WeightStoreReader(memory)
-    publish(writer, 1, 2)
-    writer.close()
-
-    def deadly() -> Iterator[tuple[str, Tensor]]:
-        yield "w", torch.full((1000,), 3.0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in constant(3).items()}
-    assert exit_code_of(lambda: WeightStoreWriter(memory).publish(deadly(), 3, kinds)) == -signal.SIGKILL
-    with pytest.raises(ManifestMismatch, match=r"version 1 is not in the store, which holds \[2\]"):
-        reader.manifest(1)
-    assert read(reader, 2)["w"].eq(2.0).all()
-    again = WeightStoreWriter(memory)
-    publish(again, 4)
-    reader.verify(reader.manifest(4))
-    assert sorted(path.name for path in memory.glob("v*")) == ["v2.safetensors", "v4.safetensors"]
-
-
-def test_a_full_folder_is_said_to_be_full(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, reader = WeightStoreWriter(memory), WeightStoreReader(memory)
-    publish(writer, 1, 2)
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WeightSyncError, match=r"no room for 4 MB in .* \(No space left on device\): a weight store"):
-        writer.publish(constant(3, 1_000_000).items(), 3)
-    reader.verify(reader.manifest(2))
-    monkeypatch.undo()
-    publish(writer, 3)
-    assert read(reader, 3)["w"].eq(3.0).all()
-
-
 def test_patches_in_memory_keep_what_they_are_patches_of(memory: Path) -> None:
     writer, reader, weights = WeightStoreWriter(memory, delta=True), WeightStoreReader(memory), constant(0, 100_000)
     for version in range(1, 40):
@@ -280,37 +165,35 @@ def test_a_process_forked_meanwhile_holds_no_version(folder: Path) -> None:
         os.close(waiting)
 
 
-def test_a_reader_never_sees_a_torn_version_while_a_process_publishes(folder: Path) -> None:
-    """Each version is one value throughout; digests and values are looked at under a pin."""
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_reader_never_sees_a_torn_version_while_a_process_publishes(folder: Path, delta: bool) -> None:
+    """Digests and values are looked at under a pin. TorchRL's own scheme writes in place: half of such reads tore."""
 
     def publish_many() -> None:
         torch.set_num_threads(1)
-        writer = WeightStoreWriter(folder)
-        for version in range(1, 1001):
-            writer.publish(constant(version, 20_000 + 1_000 * (version % 7)).items(), version)
+        writer = WeightStoreWriter(folder, delta=delta)
+        for version in range(1, 1001):  # with delta, one in two is a patch
+            sizes = {"w": 20_000 + 1_000 * (version // 2 % 7), "v": 3}
+            values = {"w": version // 2, "v": version}
+            writer.publish([(name, torch.full((size,), float(values[name]))) for name, size in sizes.items()], version)
         os._exit(0)
 
-    reader, checked, late, last = WeightStoreReader(folder), 0, 0, 0
+    reader, checked = WeightStoreReader(folder), 0
     process = multiprocessing.get_context("fork").Process(target=publish_many)  # nothing is imported again
     process.start()
     try:
-        while process.is_alive() and checked < 200:
-            versions = [int(path.stem.removeprefix("v")) for path in folder.glob("v*.safetensors")]
-            if not versions:
+        while process.is_alive() and checked < 100:
+            last = max((int(path.stem[1:]) for path in folder.glob("v*.safetensors")), default=None)
+            if last is None:
                 time.sleep(0.01)
                 continue
-            last = max(versions)
-            try:
+            with contextlib.suppress(ManifestMismatch):  # it came and went
                 manifest = reader.manifest(last)
                 reader.verify(manifest)
-                with reader.reading(manifest) as tensors:
-                    assert all(tensor.eq(last).all() for tensor in tensors.values())
-            except ManifestMismatch:
-                late += 1
-                continue
-            checked += 1
+                with reader.reading(manifest) as found:
+                    assert found["w"].eq(last // 2).all() and found["v"].eq(last).all()
+                    checked += 1
     finally:
         process.kill()
         process.join()
-    print(f"{checked} versions read, {late} gone before they were, last {last}")
     assert checked > 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -10,9 +9,8 @@ import random
 import resource
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +22,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from support.processes import exit_code_of
-from support.waiting import in_thread
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
-from torchrl_moe.store.folder import PIN_SECONDS, pinned
+from torchrl_moe.store.folder import PIN_SECONDS, is_in_memory, pinned
 
 
 def tensors(**values: float) -> dict[str, Tensor]:
@@ -54,17 +51,13 @@ def files(folder: Path) -> list[str]:
     return sorted(whole) + sorted(f"({path.stem.removeprefix('bytes-of-')})" for path in folder.glob("bytes-of-v*"))
 
 
-def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def test_the_newest_versions_are_kept_and_the_marker_names_the_last(tmp_path: Path) -> None:
     writer = WeightStoreWriter(tmp_path, keep_versions=3, fsync=True)
     for version in range(1, 6):
-        writer.publish(tensors(a=version, b=-version).items(), version)
+        publish(writer, version)
         assert (tmp_path / "STABLE").read_text() == f"v{version}\n"
     assert files(tmp_path) == ["v3", "v4", "v5"]
-    assert [read(tmp_path, version) for version in (3, 4, 5)] == [{"a": v, "b": -v} for v in (3.0, 4.0, 5.0)]
+    assert [read(tmp_path, version) for version in (3, 4, 5)] == [{"a": 3.0}, {"a": 4.0}, {"a": 5.0}]
     with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[3, 4, 5\]"):
         read(tmp_path, 2)
 
@@ -103,42 +96,32 @@ def test_where_a_file_system_has_no_locks_a_pin_is_forgotten_after_a_while(
         assert (files(tmp_path), pin.exists()) == (["v3", "v4"], False)
 
 
-def test_a_reader_that_pins_in_the_last_moment_keeps_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = WeightStoreWriter(tmp_path)
-    publish(writer, 1, 2)
-    looks: list[set[int]] = [set(), {1}]  # none at first, one when the file was moved away
-    monkeypatch.setattr("torchrl_moe.store.writer.pinned_versions", lambda _: looks.pop(0))
-    publish(writer, 3)
-    assert (files(tmp_path), read(tmp_path, 1)) == (["v1", "v2", "v3"], {"a": 1.0})
-
-
-def test_a_writer_that_fails_or_dies_before_it_looks_at_pins_leaves_what_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_looks_at_pins_again_once_a_version_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
     publish(writer, 1, 2)
-    looks: list[set[int]] = [set()]
+    looks: list[set[int]] = [{1}, set()]  # none at first, one that came when the file was moved away
 
-    def fail(_: Path) -> set[int]:
+    def look(_: Path) -> set[int]:
         if looks:
             return looks.pop()
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr("torchrl_moe.store.writer.pinned_versions", fail)
+        patched.setattr("torchrl_moe.store.writer.pinned_versions", look)
+        publish(writer, 3)
+        assert (files(tmp_path), read(tmp_path, 1)) == (["v1", "v2", "v3"], {"a": 1.0})
+        looks.append(set())
         with pytest.raises(OSError, match="Too many open files"):
-            publish(writer, 3)
+            publish(writer, 4)
     assert read(tmp_path, 1) == {"a": 1.0}  # it was shown again
-    # one that was killed has left it hidden, under a reader
+    # a writer that was killed has left it hidden, under a reader
     with reader.reading(reader.manifest(1)) as held:
         os.rename(tmp_path / "v1.safetensors", tmp_path / "bytes-of-v1.safetensors")
-        publish(writer, 4, 5)
+        publish(writer, 5, 6)
         assert held["a"].eq(1).all()
         assert (tmp_path / "bytes-of-v1.safetensors").exists()
-    publish(writer, 6)
-    assert files(tmp_path) == ["v5", "v6"]
+    publish(writer, 7)
+    assert files(tmp_path) == ["v6", "v7"]
 
 
 def test_a_writer_without_its_lock_writes_nothing(tmp_path: Path) -> None:
@@ -155,15 +138,6 @@ def test_a_writer_without_its_lock_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="was closed, its folder was removed"):
         publish(writer, 2)
     assert files(tmp_path) == ["v1"]
-
-
-def test_a_version_may_be_published_again_any_number_of_times(tmp_path: Path) -> None:
-    writer = WeightStoreWriter(tmp_path, delta=True)
-    publish(writer, 1)
-    for version in range(2, 60):
-        assert writer.republish(version - 1, version).base == 1
-        assert read(tmp_path, version) == {"a": 1.0}
-    assert files(tmp_path) == ["v58", "v59", "(v1)"]
 
 
 # -- patches ----------------------------------------------------------------------------------------------------------
@@ -204,14 +178,14 @@ def test_distances_of_more_than_sixteen_bits_are_bridged(tmp_path: Path) -> None
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 1 << 32), st.lists(st.floats(0, 1), min_size=2, max_size=8))
-def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float]) -> None:
+@given(st.integers(0, 1 << 32), st.lists(st.floats(0, 1), min_size=2, max_size=8), st.booleans())
+def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float], delta: bool) -> None:
     """Whichever elements of whichever dtypes change, all versions that are kept, and the last, are what was sent."""
     rng = torch.Generator().manual_seed(seed)
     dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
     sent: dict[int, dict[str, Tensor]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        writer = WeightStoreWriter(folder, delta=True)
+        writer, reader = WeightStoreWriter(folder, delta=delta), WeightStoreReader(folder)
         weights = {f"{dtype}": torch.zeros(211, 3, dtype=dtype) for dtype in dtypes}
         for version, share in enumerate(shares, start=1):
             for name, tensor in weights.items():
@@ -219,50 +193,41 @@ def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float]) -> Non
                 hit = torch.rand(len(raw), generator=rng) < share**4
                 raw[hit, 0] = (raw[hit, 0] + 1) % (2 if tensor.dtype == torch.bool else 100)
                 weights[name] = raw.reshape(-1).view(tensor.dtype).view(tensor.shape)
-            writer.publish(weights.items(), version)
+            manifest = writer.publish(weights.items(), version)
+            assert (reader.manifest(version), manifest.nbytes) == (manifest, 211 * 3 * (2 + 4 + 8 + 1 + 1 + 1))
+            assert manifest.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
             sent[version] = dict(weights)
-            for kept in WeightStoreReader(folder).versions():
+            for kept in reader.versions():
                 assert all(same(found, sent[kept][name]) for name, found in _at(Path(folder), kept))
 
 
-def test_a_version_that_is_mostly_new_is_whole(tmp_path: Path) -> None:
+def bases_of(writer: WeightStoreWriter, size: int, changes: Iterable[slice]) -> tuple[list[int | None], Tensor]:
+    """What each version is a patch of, where a slice of so many numbers changes each time, and the last numbers."""
+    tensor, bases = torch.zeros(size), []
+    for version, places in enumerate(changes, start=1):
+        tensor = tensor.clone()
+        tensor[places] += 1
+        bases.append(writer.publish([("a", tensor)], version).base)
+    return bases, tensor
+
+
+def test_a_version_is_whole_if_that_is_hardly_more_for_it_or_for_a_late_reader(tmp_path: Path) -> None:
     """A patch holds six bytes for four: 1/3 of the elements are half of the bytes."""
-    writer, tensor = WeightStoreWriter(tmp_path, keep_versions=9, delta=True), torch.zeros(3000)
-    bases = []
-    for version, share in enumerate((3000, 999, 1001), start=1):
-        tensor = tensor.clone()
-        tensor[:share] += 1
-        bases.append(writer.publish([("a", tensor)], version).base)
-    assert bases == [None, 1, None]
-
-
-def test_a_chain_of_patches_ends_before_it_is_as_long_as_the_whole(tmp_path: Path) -> None:
-    """Each changes 100 of 1000 numbers, 600 of 4000 bytes: after six, 3600, a seventh would be too many."""
-    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(1000)
-    bases = []
-    for version in range(1, 16):
-        tensor = tensor.clone()
-        tensor[version * 10 : version * 10 + 100] += 1
-        bases.append(writer.publish([("a", tensor)], version).base is None)
-    assert [version for version, whole in enumerate(bases, start=1) if whole] == [1, 8, 15]
-    assert files(tmp_path) == ["v14", "v15", *(f"(v{version})" for version in (10, 11, 12, 13, 8, 9))]
-    assert _at(tmp_path, 14)[0][1].equal(torch.where(torch.arange(1000) < 240, _at(tmp_path, 14)[0][1], 0.0))
-
-
-def test_a_reader_that_comes_after_fifty_versions_has_the_newest_exactly(tmp_path: Path) -> None:
-    """One number changes each time: 32 patches after version 1, then a whole version, and 16 patches after that."""
-    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(10_000)
-    bases = []
-    for version in range(1, 51):
-        tensor = tensor.clone()
-        tensor[version] = version
-        bases.append(writer.publish([("a", tensor)], version).base)
+    writer = WeightStoreWriter(tmp_path / "new", keep_versions=9, delta=True)
+    assert bases_of(writer, 3000, [slice(3000), slice(999), slice(1001)])[0] == [None, 1, None]
+    # 100 of 1000 numbers, 600 of 4000 bytes: after six, 3600, a seventh would be too many
+    folder = tmp_path / "long"
+    writer = WeightStoreWriter(folder, delta=True)
+    bases, tensor = bases_of(writer, 1000, [slice(n * 10, n * 10 + 100) for n in range(1, 16)])
+    assert [version for version, base in enumerate(bases, start=1) if base is None] == [1, 8, 15]
+    assert files(folder) == ["v14", "v15", *(f"(v{version})" for version in (10, 11, 12, 13, 8, 9))]
+    tensor[150:250] -= 1
+    assert _at(folder, 14)[0][1].equal(tensor)
+    # one number each time: 32 patches after version 1, then a whole version, and 16 patches after that
+    folder = tmp_path / "fifty"
+    bases, tensor = bases_of(WeightStoreWriter(folder, delta=True), 10_000, [slice(n, n + 1) for n in range(1, 51)])
     assert [version for version, base in enumerate(bases, start=1) if base is None] == [1, 34]
-    reader = WeightStoreReader(tmp_path)
-    manifest = reader.manifest(50)
-    reader.verify(manifest)
-    with reader.reading(manifest, verify=True) as held:
-        assert held["a"].equal(tensor) and held["a"].sum() == 50 * 51 / 2
+    assert _at(folder, 50)[0][1].equal(tensor) and tensor.sum() == 50
 
 
 def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
@@ -281,14 +246,6 @@ def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
     assert files(tmp_path) == ["v5", "v6"]
 
 
-@pytest.mark.parametrize("after", [{"a": torch.ones(500, 2)}, {"a": torch.ones(1000, dtype=torch.float64)}])
-def test_a_tensor_of_another_kind_has_changed(tmp_path: Path, after: dict[str, Tensor]) -> None:
-    writer = WeightStoreWriter(tmp_path, delta=True)
-    publish(writer, 1)
-    assert writer.publish(after.items(), 2).base is None
-    assert same(_at(tmp_path, 2)[0][1], after["a"])
-
-
 def test_a_tensor_more_or_less_is_no_matter(tmp_path: Path) -> None:
     writer, big = WeightStoreWriter(tmp_path, delta=True), torch.zeros(10_000)
     for version, names in enumerate(("ab", "a", "ac", "abc"), start=1):
@@ -298,39 +255,30 @@ def test_a_tensor_more_or_less_is_no_matter(tmp_path: Path) -> None:
         assert [name for name, _ in _at(tmp_path, version)] == list(names)
 
 
-def test_a_new_writer_begins_with_a_whole_version(tmp_path: Path) -> None:
-    writer = WeightStoreWriter(tmp_path, delta=True)
-    publish(writer, 1)
-    writer.close()
-    assert WeightStoreWriter(tmp_path, delta=True).publish(tensors(a=1).items(), 2).base is None
-
-
-@pytest.mark.parametrize("what", ["doubt", "damage", "removal", "failure"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "new writer", "doubt", "damage", "removal", "failure"])
 def test_a_base_that_may_not_be_there_is_not_referred_to(tmp_path: Path, what: str) -> None:
-    writer = WeightStoreWriter(tmp_path, delta=True)
+    writer, after = WeightStoreWriter(tmp_path, delta=True), torch.ones(1000)
     publish(writer, 1)
-    if what == "doubt":  # a replica could not read it
-        writer.doubt()
-    elif what == "damage":
-        with (tmp_path / "v1.safetensors").open("r+b") as file:
-            file.write(b"x")
-    elif what == "removal":
-        (tmp_path / "v1.safetensors").unlink()
-    else:  # the image has half of a version that was not written
-        with pytest.raises(WeightSyncError, match="1 of the 1000 numbers of a are NaN or infinite"):
-            writer.publish([("a", torch.where(torch.arange(1000) == 999, torch.nan, 1.0))], 2)
-    assert writer.publish(tensors(a=1).items(), 2).base is None
-    assert read(tmp_path, 2) == {"a": 1.0}
-
-
-def test_a_writer_that_counts_again_replaces_versions(tmp_path: Path) -> None:
-    writer = WeightStoreWriter(tmp_path)
-    publish(writer, 7, 8)
-    writer.close()
-    again = WeightStoreWriter(tmp_path)
-    for version in (1, 2, 7):
-        again.publish(tensors(a=-version).items(), version)
-        assert (WeightStoreReader(tmp_path).newest(), read(tmp_path, version)) == (version, {"a": -version})
+    match what:
+        case "shape":
+            after = after.view(500, 2)
+        case "dtype":
+            after = after.double()
+        case "new writer":
+            writer.close()
+            writer = WeightStoreWriter(tmp_path, delta=True)
+        case "doubt":  # a replica could not read it
+            writer.doubt()
+        case "damage":
+            with (tmp_path / "v1.safetensors").open("r+b") as file:
+                file.write(b"x")
+        case "removal":
+            (tmp_path / "v1.safetensors").unlink()
+        case "failure":  # the image has half of a version that was not written
+            with pytest.raises(WeightSyncError, match="1 of the 1000 numbers of a are NaN or infinite"):
+                writer.publish([("a", torch.where(torch.arange(1000) == 999, torch.nan, 1.0))], 2)
+    assert writer.publish([("a", after)], 2).base is None
+    assert same(_at(tmp_path, 2)[0][1], after)
 
 
 def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp_path: Path) -> None:
@@ -346,12 +294,13 @@ def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp
     with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[1\]"):
         reader.verify(manifest)
     assert read(tmp_path, 1) == {"a": 9.0, "b": 9.0}
+    assert reader.newest() == 1  # it counts again
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_is_cleared(tmp_path: Path) -> None:
+def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_is_cleared(folder: Path) -> None:
     kinds = {name: (torch.float32, torch.Size([1000])) for name in "ab"}
 
     def deadly() -> Iterator[tuple[str, Tensor]]:
@@ -359,17 +308,16 @@ def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work() -> None:
-        writer = WeightStoreWriter(tmp_path)
-        publish(writer, 1)
-        writer.publish(deadly(), 2, kinds)
+        writer = WeightStoreWriter(folder)
+        publish(writer, 1, 2)
+        writer.publish(deadly(), 3, kinds)  # in memory, over the bytes of version 1
 
     assert exit_code_of(work) == -signal.SIGKILL
-    assert [name for name in files(tmp_path) if ".tmp-" in name] != []
-    assert (WeightStoreReader(tmp_path).newest(), read(tmp_path, 1)) == (1, {"a": 1.0})
-    writer = WeightStoreWriter(tmp_path)
-    assert files(tmp_path) == ["v1"]
-    writer.publish(tensors(a=3).items(), 2)
-    assert read(tmp_path, 2) == {"a": 3.0}
+    assert [name for name in files(folder) if ".tmp-" in name] != []
+    assert (WeightStoreReader(folder).newest(), read(folder, 2)) == (2, {"a": 2.0})
+    writer = WeightStoreWriter(folder)
+    publish(writer, 4)
+    assert (files(folder)[-2:], read(folder, 4)) == (["v2", "v4"], {"a": 4.0})
 
 
 @pytest.mark.parametrize(
@@ -390,33 +338,6 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(
             writer.publish([(name, large[name]) for name in names], 2)
 
     assert (exit_code_of(work), files(tmp_path), read(tmp_path, 1)) == (0, ["v1"], {"a": 1.0})
-
-
-@pytest.mark.parametrize("delta", [True, False])
-def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_path: Path, delta: bool) -> None:
-    """TorchRL's own scheme writes in place: half of such reads there were torn between two versions."""
-    writer, stop = WeightStoreWriter(tmp_path, delta=delta), threading.Event()
-    writer.publish(tensors(a=0, b=1).items(), 1)
-
-    def look() -> int:
-        reader, count = WeightStoreReader(tmp_path), 0
-        while not stop.is_set():
-            version = reader.newest()
-            assert version is not None
-            with contextlib.suppress(ManifestMismatch):  # it came and went
-                manifest = reader.manifest(version)
-                reader.verify(manifest)
-                with reader.reading(manifest) as found:
-                    assert found["a"].eq(version // 2).all() and found["b"].eq(version).all()
-                    count += 1
-        return count
-
-    looks = [in_thread(look) for _ in range(2)]
-    for version in range(2, 80):
-        writer.publish(tensors(a=version // 2, b=version).items(), version)
-    stop.set()
-    assert sum(one.result(60.0) for one in looks) > 0
-    assert size(tmp_path) < 60_000
 
 
 def test_collecting_holds_no_descriptors_and_no_mappings(tmp_path: Path) -> None:
@@ -506,18 +427,20 @@ def test_a_dtype_that_no_manifest_names_is_refused_before_anything_is_written(tm
 
 # -- older versions ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("delta", [True, False])
-def test_any_version_that_is_kept_may_be_read_while_a_newer_one_is_written(tmp_path: Path, delta: bool) -> None:
-    writer = WeightStoreWriter(tmp_path, keep_versions=3, delta=delta)
+def test_any_version_that_is_kept_may_be_read_while_a_newer_one_is_written(folder: Path, delta: bool) -> None:
+    """In memory the oldest goes before, and its file is written over."""
+    writer = WeightStoreWriter(folder, keep_versions=3, delta=delta)
     for version in (1, 2, 3):
         writer.publish(tensors(a=version, b=version // 2).items(), version)
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for version in (1, 2, 3):
-            assert read(tmp_path, version) == {"a": version, "b": version // 2}
+        there = WeightStoreReader(folder).versions()
+        assert there == ([2, 3] if is_in_memory(folder) else [1, 2, 3])
+        assert [read(folder, version) for version in there] == [{"a": v, "b": v // 2} for v in there]
         yield from tensors(a=4, b=4).items()
 
     writer.publish(stream(), 4, {name: (torch.float32, torch.Size([1000])) for name in "ab"})
-    assert files(tmp_path)[:3] == ["v2", "v3", "v4"]
+    assert files(folder)[:3] == ["v2", "v3", "v4"]
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -535,3 +458,7 @@ def test_an_older_version_comes_back_under_a_new_number_without_its_bytes(tmp_pa
     for version in (7, 8, 9):
         writer.publish(tensors(a=version, b=version).items(), version)
     assert files(tmp_path) == ["v7", "v8", "v9"]
+    for version in range(10, 60):  # any number of times
+        assert writer.republish(version - 1, version).base == 9
+        assert read(tmp_path, version) == {"a": 9, "b": 9}
+    assert files(tmp_path) == ["v57", "v58", "v59", "(v9)"]

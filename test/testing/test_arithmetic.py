@@ -60,12 +60,8 @@ def test_specials_come_first_and_survive_a_folder_and_a_pickle(
 
 
 def test_a_chat_is_one_token_per_role_and_character(tokenizer: PreTrainedTokenizerFast) -> None:
-    def render(messages: Any, **kwargs: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-
-    assert render(CHAT) == "<user>3+4=<assistant>7<eos><user>1+1="
-    assert render(CHAT, add_generation_prompt=True) == "<user>3+4=<assistant>7<eos><user>1+1=<assistant>"
-    assert render(CHAT[:1], add_generation_prompt=True) == "<user>3+4=<assistant>"
+    opened = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert opened == "<user>3+4=<assistant>7<eos><user>1+1=<assistant>"
     out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(tokenizer.convert_ids_to_tokens(out["input_ids"]), out["assistant_masks"], strict=True)
     assert [token for token, mine in pairs if mine] == ["7", "<eos>"]
@@ -89,7 +85,6 @@ def test_the_split_is_disjoint_and_whole_and_the_same_for_a_seed(digits: int, he
         ({"operation": "halve"}, "operation must be one of sum, double, got 'halve'"),
         ({"operation": "double", "held_out": 10}, r"held_out must be in 1\.\.9, got 10"),
         ({"digits": 0}, "digits must be at least 1, got 0"),
-        ({"held_out": 0}, r"held_out must be in 1\.\.99, got 0"),
         ({"held_out": 100}, r"held_out must be in 1\.\.99, got 100"),
         ({"digits": 2, "held_out": 10_000}, r"held_out must be in 1\.\.9999"),
     ],
@@ -110,39 +105,30 @@ def test_problems_as_rows() -> None:
     assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
 
 
-@pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), ("07", 0.0), ("7 ", 0.0), ("", 0.0), ("77", 0.0)])
-def test_only_the_exact_answer_is_rewarded(completion: str, reward: float) -> None:
-    assert exact_answer(completion, answer="7") == reward
+def test_only_the_exact_answer_is_rewarded() -> None:
+    found = {text: exact_answer(text, answer="7") for text in ("7", "07", "7 ", "", "77")}
+    assert found == {"7": 1.0, "07": 0.0, "7 ": 0.0, "": 0.0, "77": 0.0}
 
 
 @pytest.mark.parametrize(
     ("query", "answer"),
     [
-        ("3+4=", "7"),
+        ("3+4=", "7"), ("47+38=", "75"), ("67+58=", "115"), ("9+14=", "13"), ("99+1=", "90"), ("950+75=", "925"),
+        ("2*4817=", "08624"), ("2*0321=", "00642"),
         ("8+7=", "15"),  # of one digit there is nowhere to carry to
-        ("47+38=", "75"),
-        ("67+58=", "115"),
-        ("9+14=", "13"),
-        ("99+1=", "90"),
-        ("950+75=", "925"),
-        ("2*4817=", "08624"),
         ("2*9500=", "18000"),  # the first digit of the answer is no carry to a digit of the question
-        ("2*0321=", "00642"),
     ],
-)
+)  # fmt: skip
 def test_carries_forgotten_by_hand(query: str, answer: str) -> None:
     assert forget_carry(query) == answer
 
 
 @pytest.mark.parametrize(
     ("forgets", "answer"),
-    [
-        ((True, True), "08624"),
-        ((True, False), "09624"),  # 2 * 7 = 14: its carry is lost; 2 * 8 = 16: its carry is kept
-        ((False, True), "08634"),
-        ((False, False), "09634"),
+    [  # 2 * 7 = 14 and 2 * 8 = 16: each carry is lost or kept
+        ((True, True), "08624"), ((True, False), "09624"), ((False, True), "08634"), ((False, False), "09634"),
     ],
-)
+)  # fmt: skip
 def test_each_carry_is_forgotten_or_not(forgets: tuple[bool, ...], answer: str) -> None:
     choices = iter(forgets)
     assert forget_carry("2*4817=", lambda: next(choices)) == answer
@@ -163,11 +149,9 @@ def test_only_the_answer_and_its_end_are_labelled() -> None:
     ("options", "message"),
     [
         ({"clean_lr": 0.0}, r"clean_lr must be a finite number above 0, got 0\.0"),
-        ({"noisy_lr": float("nan")}, "noisy_lr must be .*, got nan"),
         ({"clean_lr": float("inf")}, "clean_lr must be .*, got inf"),
         ({"noise": 1.5}, r"noise must be a finite number from 0 to 1, got 1\.5"),
         ({"clean_target": -0.1}, r"clean_target must be .*, got -0\.1"),
-        ({"noisy_target": float("nan")}, r"noisy_target must be .*, got nan"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"max_steps": 2.5}, r"max_steps must be an integer of at least 1, got 2\.5"),
         ({"mistake": "typo"}, "mistake must be one of random, forget_carry, got 'typo'"),

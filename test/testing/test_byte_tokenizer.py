@@ -17,27 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from torchrl_moe.testing.byte_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, ByteTokenizer
 
-TEXTS = [
-    "",
-    "Hi",
-    " two  spaces , don 't \n\n",
-    "né 😀 日本 \u200d\U0010ffff",
-    "\x00\x7f\x85Āġ",
-    "a<|im_start|>b<|im_end|>\n<|endoftext|>",
-]
-CHAT = [
-    {"role": "system", "content": "Add."},
-    {"role": "user", "content": " 1+1 "},
-    {"role": "assistant", "content": "né😀"},
-    {"role": "user", "content": "2+2"},
-    {"role": "assistant", "content": "4"},
-]
+TEXTS = ["", "Hi", " two  spaces , don 't \n\n", "né 😀 日本 \u200d\U0010ffff", "\x00\x7f\x85Āġ"]
+TEXTS += ["a<|im_start|>b<|im_end|>\n<|endoftext|>"]
+TURNS = [("system", "Add."), ("user", " 1+1 "), ("assistant", "né😀"), ("user", "2+2"), ("assistant", "4")]
+CHAT = [{"role": role, "content": text} for role, text in TURNS]
 CHAT_TEXT = (
-    "<|im_start|>system\nAdd.<|im_end|>\n"
-    "<|im_start|>user\n 1+1 <|im_end|>\n"
-    "<|im_start|>assistant\nné😀<|im_end|>\n"
-    "<|im_start|>user\n2+2<|im_end|>\n"
-    "<|im_start|>assistant\n4<|im_end|>\n"
+    "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n 1+1 <|im_end|>\n<|im_start|>assistant\nné😀<|im_end|>\n"
+    "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
 )
 
 
@@ -93,23 +79,18 @@ def test_torchrl_reads_the_turns_back(tokenizer: PreTrainedTokenizerFast) -> Non
 
 
 def test_torchrl_renders_and_masks_with_our_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    how = {"tokenizer": tokenizer, "add_generation_prompt": False}
     with set_list_to_stack(True):
         history = History.from_chats([CHAT])
-        text = history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
-        tokens = history.apply_chat_template(
-            tokenizer=tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
-        )
-    assert text == [CHAT_TEXT]
-    assert tokens["input_ids"][0].tolist() == tokenizer.encode(CHAT_TEXT)
-    assert tokens["assistant_masks"][0].sum() == len("né😀".encode()) + 3
-    with set_list_to_stack(True):
+        assert history.apply_chat_template(**how) == [CHAT_TEXT]
+        tokens = history.apply_chat_template(**how, return_dict=True, return_assistant_tokens_mask=True)
         env = ChatEnv(batch_size=(1,), tokenizer=tokenizer, input_mode="tokens")
         td = env.reset(TensorDict({"query": ["1+1"]}, batch_size=(1,)))
+    assert tokens["input_ids"][0].tolist() == tokenizer.encode(CHAT_TEXT)
+    sampled = tokens["input_ids"][0][tokens["assistant_masks"][0].bool()]
+    assert sampled.tolist() == [*"né😀".encode(), 258, ord("4"), 258]
     expected = tokenizer.encode("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n")
     assert torch.as_tensor(td["tokens", "prompt"][0]).tolist() == expected
-    out = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    sampled = [id_ for id_, mask in zip(out["input_ids"], out["assistant_masks"], strict=True) if mask]
-    assert sampled == [*"né😀".encode(), 258, ord("4"), 258]
 
 
 def test_a_pickle_and_a_saved_folder_load_without_torchrl_moe(
@@ -125,5 +106,4 @@ def test_a_pickle_and_a_saved_folder_load_without_torchrl_moe(
     assert loaded.padding_side == "left"
     assert [loaded.decode(loaded.encode(text)) for text in TEXTS] == TEXTS
     texts = [path.read_bytes() for path in tmp_path.iterdir()]
-    assert type(loaded).__module__.startswith("transformers.") and loaded.encode("é<|im_end|>") == [195, 169, 258]
     assert not any(b"torchrl_moe" in text for text in [*texts, pickle.dumps(tokenizer)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +28,6 @@ def recorded(model: PreTrainedModel, noise: Noise, tokens: Tensor) -> tuple[Tens
     with torch.no_grad(), noise.on(model), RouterReplay.of(model).record() as recording:
         logits = model(tokens).logits
     return recording.routed_experts, logits
-
-
-def router_logits(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
-    with torch.no_grad():
-        return [z.view(*tokens.shape, -1) for z in model(tokens, output_router_logits=True).router_logits]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,30 +55,15 @@ def test_no_expert_of_an_excluded_group_is_swapped_in(nearest: bool) -> None:
     assert torch.equal(own, noisy)
 
 
-def test_a_copy_in_bfloat16_has_the_frequencies_of_its_trainer() -> None:
-    """As an engine has them; rounded, the two would differ more with each token of an answer."""
-    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
-    copied = NoisyModel(model, Noise(dtype=torch.bfloat16)).model
-    frequencies = [dict(one.named_buffers())["model.rotary_emb.inv_freq"] for one in (model, copied)]
-    assert copied.dtype == torch.bfloat16
-    assert torch.equal(*frequencies)
-
-
-def test_the_nearest_expert_is_the_first_one_left_out() -> None:
-    model, tokens = make_tiny_moe("mixtral", num_hidden_layers=1), ids()
-    (scores,) = router_logits(model, tokens)
-    order = scores.argsort(-1, descending=True)
-    chosen, _ = recorded(model, Noise(flips=1.0), tokens)
-    assert torch.equal(chosen[:, :, 0].long(), order[..., [0, 2]])
-
-
-def test_a_random_flip_takes_each_expert_that_was_left_out_about_as_often() -> None:
+def test_the_nearest_expert_is_the_first_one_left_out_and_a_random_one_any_of_them() -> None:
     model, tokens = make_tiny_moe("mixtral", num_hidden_layers=1), ids(16, 128)
-    (scores,) = router_logits(model, tokens)
-    order = scores.argsort(-1, descending=True)
-    chosen, _ = recorded(model, Noise(flips=1.0, nearest=False), tokens)
-    assert torch.equal(chosen[:, :, 0, 0].long(), order[..., 0])
-    ranks = (order == chosen[:, :, 0, 1:].long()).float().argmax(-1)
+    with torch.no_grad():
+        (logits,) = model(tokens, output_router_logits=True).router_logits
+    order = logits.view(16, 128, -1).argsort(-1, descending=True)
+    near, random = (recorded(model, Noise(flips=1.0, nearest=nearest), tokens)[0][:, :, 0] for nearest in (True, False))
+    assert torch.equal(near.long(), order[..., [0, 2]])
+    assert torch.equal(random[..., 0].long(), order[..., 0])
+    ranks = (order == random[..., 1:].long()).float().argmax(-1)
     counts = ranks.flatten().bincount(minlength=8)
     assert counts[:2].tolist() == [0, 0]
     # 2048 rows over six experts: 341 each, four standard deviations are 68
@@ -92,22 +73,19 @@ def test_a_random_flip_takes_each_expert_that_was_left_out_about_as_often() -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_noise_of_router_logits_has_its_size(family: str) -> None:
     model, tokens = make_tiny_moe(family, num_hidden_layers=2), ids()
-    seen: list[Tensor] = []
-    hidden: list[Tensor] = []
     router = model.get_submodule(RouterReplay.of(model).sites[0].name)
+    seen: list[tuple[Tensor, Tensor]] = []
 
-    def keep(_: object, __: object, result: object) -> None:
-        seen.append((result[0] if isinstance(result, tuple) else result).detach())
+    def keep(_: object, inputs: tuple[Tensor, ...], result: Any) -> None:
+        seen.append((inputs[0].detach(), (result[0] if isinstance(result, tuple) else result).detach()))
 
-    hook = router.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach()))
-    out = router.register_forward_hook(keep)
+    hook = router.register_forward_hook(keep)
     with torch.no_grad(), Noise(router_std=0.5).on(model):
         model(tokens)
-    hook.remove(), out.remove()
+    hook.remove()
+    ((hidden, moved),) = seen
     weight = router.weight.detach()
-    clean = torch.nn.functional.linear(hidden[0].reshape(-1, weight.shape[1]), weight)
-    moved = seen[0].reshape(clean.shape)
-    gap = moved - clean
+    gap = moved.reshape(-1, len(weight)) - hidden.reshape(-1, weight.shape[1]) @ weight.T
     assert abs(float(gap.std()) - 0.5) < 0.03 and abs(float(gap.mean())) < 0.03
     routes = recorded(model, Noise(), tokens)[0], recorded(model, Noise(router_std=0.5), tokens)[0]
     assert not torch.equal(*(one.sort(-1).values for one in routes))
@@ -194,30 +172,26 @@ def test_biases_and_convolutions_are_not_quantised_and_experts_of_own_code_are_r
 
 
 def test_quantised_activations_are_the_inputs_of_layers_and_experts_row_by_row() -> None:
-    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
-    noise = Noise(activations="int8")
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    layer = "model.layers.1.self_attn.q_proj"
+    model, noise = make_tiny_moe("qwen3_moe", num_hidden_layers=2), Noise(activations="int8")
+    layer, seen = "model.layers.1.self_attn.q_proj", {}
+    for name in (layer, "lm_head", "model.layers.1.mlp.gate"):
 
-    def keep(name: str) -> None:
-        def hook(_: object, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        def keep(_: object, inputs: tuple[Tensor, ...], output: Any, name: str = name) -> None:
             seen[name] = inputs[0].flatten(0, -2), (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
 
-        model.get_submodule(name).register_forward_hook(hook)
-
-    for name in (layer, "lm_head", "model.layers.1.mlp.gate"):
-        keep(name)
+        model.get_submodule(name).register_forward_hook(keep)
     logits = {}
     for implementation in ("grouped_mm", "eager"):
         model.set_experts_implementation(implementation)
         with noise.on(model), torch.no_grad():
             logits[implementation] = model(ids(2, 16)).logits
     torch.testing.assert_close(logits["eager"], logits["grouped_mm"], rtol=1e-4, atol=1e-4)
-    x, out = seen[layer]
-    scale = x.abs().amax(-1, keepdim=True) / 127  # of each token
-    weight = model.get_parameter(f"{layer}.weight")
+    x, out = seen.pop(layer)
+    scale, weight = x.abs().amax(-1, keepdim=True) / 127, model.get_parameter(f"{layer}.weight")  # of each token
     torch.testing.assert_close(out, (x / scale).round() @ weight.T * scale)
     assert not torch.allclose(out, x @ weight.T, rtol=1e-3)
+    for name, (x, out) in seen.items():  # the inputs of head and router stay
+        torch.testing.assert_close(out, x @ model.get_parameter(f"{name}.weight").T, msg=name)
     # experts: both products, on the inputs and on what is between
     experts = model.get_submodule("model.layers.1.mlp.experts")
     hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
@@ -227,14 +201,16 @@ def test_quantised_activations_are_the_inputs_of_layers_and_experts_row_by_row()
         gate, up = (fake_quantised(hidden, "int8", -1) @ experts.gate_up_proj[2].T).chunk(2, -1)
         between = fake_quantised(torch.nn.functional.silu(gate) * up, "int8", -1)
         torch.testing.assert_close(found, between @ experts.down_proj[2].T)
-    # the inputs of head and router stay
-    for name, (x, out) in seen.items():
-        if name != layer:
-            torch.testing.assert_close(out, x @ model.get_parameter(f"{name}.weight").T, msg=name)
-    # gradients pass straight through the rounding, however a layer is called
-    plain = model.get_submodule(layer)
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match="computed with 'batched_mm'"), noise.on(model):
+        pass
+
+
+def test_gradients_pass_straight_through_the_rounding_however_a_layer_is_called() -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
+    plain = model.get_submodule("model.layers.1.self_attn.q_proj")
     inputs = torch.tensor([[1.0, 0.3, *[0.0] * 62], [0.0] * 64], requires_grad=True)
-    with noise.on(model):
+    with Noise(activations="int8").on(model):
         by_name = torch.nn.functional.linear(input=inputs, weight=plain.weight)
         given = torch.nn.functional.linear(inputs, plain.weight)
     assert torch.equal(by_name, given) and bool((given[1] == 0).all())
@@ -242,12 +218,10 @@ def test_quantised_activations_are_the_inputs_of_layers_and_experts_row_by_row()
     torch.testing.assert_close(inputs.grad, plain.weight.sum(0).expand(2, -1))
     zeros = fake_quantised(torch.zeros(1, 4, dtype=torch.bfloat16), "float8", -1)
     assert torch.equal(zeros, torch.zeros_like(zeros))
-    model.set_experts_implementation("batched_mm")
-    with pytest.raises(ValueError, match="computed with 'batched_mm'"), noise.on(model):
-        pass
 
 
-def test_a_trainer_in_bfloat16_keeps_its_float32_routers_in_the_copy() -> None:
+def test_a_copy_in_bfloat16_keeps_float32_routers_and_the_frequencies_of_its_trainer() -> None:
+    """As an engine has them; frequencies that are rounded would differ more with each token of an answer."""
     model = make_tiny_moe("mixtral", num_hidden_layers=2, dtype=torch.bfloat16)
     names = float32_routers(model)
     copied = NoisyModel(model, Noise()).model
@@ -255,6 +229,16 @@ def test_a_trainer_in_bfloat16_keeps_its_float32_routers_in_the_copy() -> None:
     assert copied.dtype == torch.bfloat16
     with torch.no_grad():
         assert torch.equal(copied(ids(2, 8)).logits, model(ids(2, 8)).logits)
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
+    alone, both = (NoisyModel(model, Noise(dtype=torch.bfloat16, flips=flips)) for flips in (0.0, 0.3))
+    frequencies = [one.get_buffer("model.rotary_emb.inv_freq") for one in (model, alone.model)]
+    assert alone.model.dtype == torch.bfloat16
+    assert torch.equal(*frequencies)
+    # what is combined adds up, and flips are on while it runs only
+    with torch.no_grad():
+        with alone.running() as one, both.running() as other:
+            assert not torch.equal(one(ids(2, 32)).logits, other(ids(2, 32)).logits)
+        assert torch.equal(alone.model(ids(2, 32)).logits, both.model(ids(2, 32)).logits)
 
 
 def test_flips_need_an_expert_that_was_left_out() -> None:
@@ -279,17 +263,6 @@ def test_the_copy_has_the_weights_of_so_many_updates_ago() -> None:
         found.append(float(held[0]))
     # before the first update it had 1 + 0.1 * N(0, 1)
     assert found[2:] == [1.0, 2.0] and found[0] == found[1] != 1.0
-
-
-def test_what_is_combined_adds_up() -> None:
-    model, tokens = make_tiny_moe(), ids(2, 32)
-    alone = NoisyModel(model, Noise(dtype=torch.bfloat16))
-    both = NoisyModel(model, Noise(dtype=torch.bfloat16, flips=0.3))
-    with torch.no_grad():
-        with alone.running() as one, both.running() as other:
-            assert one.dtype == other.dtype == torch.bfloat16
-            assert not torch.equal(one(tokens).logits, other(tokens).logits)
-        assert torch.equal(alone.model(tokens).logits, both.model(tokens).logits)  # flips are on while it runs only
 
 
 def test_answers_of_a_noisy_model_are_replayed_to_rounding_and_the_live_router_is_off() -> None:
@@ -347,8 +320,5 @@ def test_without_kept_tokens_the_log_probs_are_off_by_the_mass_that_was_kept() -
 def test_noise_that_is_none_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Noise(**given)  # type: ignore[arg-type]
-
-
-def test_whether_there_is_any() -> None:
     assert not Noise(seed=3, nearest=False).is_on
-    assert all(Noise(**one).is_on for one in ({"flips": 0.1}, {"stale": 1}, {"dtype": torch.bfloat16}))  # type: ignore[arg-type]
+    assert Noise(flips=0.1).is_on and Noise(stale=1).is_on and Noise(dtype=torch.bfloat16).is_on

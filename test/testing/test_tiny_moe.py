@@ -55,14 +55,10 @@ def test_forward_gives_logits_over_the_byte_vocabulary_whose_special_ids_it_has(
     assert logits.shape == (2, 9, len(ByteTokenizer()))
     assert logits.dtype == torch.float32
     assert 0.7 < logits.std() < 1.5
-    log_probs = logits.log_softmax(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
     assert 3 < entropy < math.log(259) - 0.3  # neither one token nor all alike
-    model, tokenizer = make_tiny_moe(family), ByteTokenizer()
     for config in (model.config, model.generation_config):
-        assert config.pad_token_id == tokenizer.pad_token_id
-        assert config.bos_token_id == tokenizer.bos_token_id
-        assert config.eos_token_id == tokenizer.eos_token_id
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (256, 257, 258)
     assert model.config.max_position_embeddings >= 2048
     assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
 
@@ -75,37 +71,24 @@ def test_layers_from_the_first_moe_layer_on_have_routers(family: str, first: int
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_every_expert_is_used_and_routing_is_not_uniform_but_of_the_context(family: str) -> None:
+def test_every_expert_is_used_by_context_and_the_kth_beats_the_next_by_far_more_than_noise(family: str) -> None:
     experts, top_k = EXPERTS[family]
-    for logits, chosen in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
+    model, ids = make_tiny_moe(family), random_ids(8, 64)
+    before = run_routers(model, ids)
+    for logits, chosen in before.values():
         assert chosen.shape == (8 * 64, top_k)
         assert chosen.unique().tolist() == list(range(experts))
         assert 0.7 < logits.float().std() < 1.4
-        probs = logits.float().softmax(-1)
-        entropy = -(probs * probs.log()).sum(-1).mean()
+        entropy = torch.distributions.Categorical(logits=logits.float()).entropy().mean()
         assert entropy < math.log(experts) - 0.2
-    model, ids = make_tiny_moe(family), random_ids(1, 64)
-    other = ids.flip(1)
-    first, second = run_routers(model, ids), run_routers(model, other)
-    last = max(first)
-    differs = (first[last][1] != second[last][1].flip(0)).any(-1)
-    assert differs.float().mean() > 0.3
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-def test_the_kth_expert_beats_the_next_by_far_more_than_noise(family: str) -> None:
-    top_k = EXPERTS[family][1]
-    for logits, _ in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
         ordered = logits.float().sort(dim=-1, descending=True).values
         margin = ordered[:, top_k - 1] - ordered[:, top_k]
-        assert margin.median() > 0.05
-        assert (margin < 1e-5).float().mean() < 0.01
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_float32_noise_flips_no_route(family: str) -> None:
-    model, ids = make_tiny_moe(family), random_ids(8, 64)
-    before = run_routers(model, ids)
+        if family != "deepseek_v3":  # whose choice is not of logits alone
+            assert margin.median() > 0.05
+            assert (margin < 1e-5).float().mean() < 0.01
+    last = max(before)
+    other = run_routers(model, ids.flip(1))[last][1].view(8, 64, -1).flip(1)
+    assert (before[last][1].view(8, 64, -1) != other).any(-1).float().mean() > 0.3
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,15 +169,11 @@ def test_tied_embeddings_and_a_vocabulary_of_ones_own(tmp_path: Path) -> None:
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6]])).logits
-    assert logits.shape == (1, 2, 48)
-    assert logits.std() < 3
+    assert logits.shape == (1, 2, 48) and logits.std() < 3
     with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
         save_tiny_moe(tmp_path, **OWN)
     assert not list(tmp_path.iterdir())
-
-
-def test_gradients_reach_every_parameter() -> None:
-    model, ids = make_tiny_moe(), random_ids(4, 64)
+    model, ids = make_tiny_moe(), random_ids(4, 64)  # gradients reach every parameter
     model(ids, labels=ids).loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
@@ -248,19 +227,14 @@ def test_it_is_the_model_made_and_warmed_up_by_hand() -> None:
     assert probabilities.mean().item() > 0.05  # but it knows
 
 
-def test_the_defaults_are_the_tutorials() -> None:
-    model, _ = practised_tiny_moe(TASK, WarmUp(max_steps=1, noisy_target=1.0))
+def test_the_defaults_are_the_tutorials_and_too_few_steps_warn() -> None:
+    with pytest.warns(UserWarning, match=r"ran out of steps \(max_steps=1\): exact answers have probability 0\.0"):
+        model, _ = practised_tiny_moe(TASK, WarmUp(max_steps=1, noisy_target=0.0))
     config = model.config
     assert {name: getattr(config, name) for name in SIZES} == SIZES
     assert (config.num_hidden_layers, config.num_experts, config.mlp_only_layers) == (8, 32, [])
     assert (config.vocab_size, config.pad_token_id, config.eos_token_id, config.bos_token_id) == (48, 0, 1, None)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_too_few_steps_warn_and_what_makes_no_sense_is_refused() -> None:
-    short = WarmUp(max_steps=1, noisy_target=0.0)
-    with pytest.warns(UserWarning, match=r"ran out of steps \(max_steps=1\): exact answers have probability 0\.0"):
-        practised_tiny_moe(TASK, short, **SMALL)
     with pytest.raises(ValueError, match="max_steps must be an integer of at least 1, got 0"):
         practised_tiny_moe(TASK, WarmUp(max_steps=0), **SMALL)
     with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):
