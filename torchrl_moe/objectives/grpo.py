@@ -1,8 +1,8 @@
 """``GRPOLoss``: the clipped policy-gradient loss of GRPO, on TorchRL's keys.
 
-It reads a tensordict (:mod:`.inputs`), gets log-probs from the actor (:mod:`.actors`), compares policies
-(:mod:`.ratios`), calls the maths (:mod:`.functional`) and writes named outputs. It computes no advantage and no
-log-prob. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
+It reads a tensordict and gets log-probs from the actor (:mod:`.batch`), calls the maths (:mod:`.functional`: ratios,
+the clip, :func:`.functional.clipped_surrogate`, penalties, means) and writes named outputs. It computes no advantage
+and no log-prob. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
 """
 
 from __future__ import annotations
