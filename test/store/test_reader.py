@@ -154,7 +154,7 @@ def test_only_the_owner_may_enter_and_read(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir(mode=0o755)
     WeightStoreWriter(tmp_path / "store").publish(tensors().items(), 1)
     found = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
-    assert {path.is_dir(): path.stat().st_mode & 0o777 for path in found} == {True: 0o700, False: 0o600}
+    assert {(path.is_dir(), path.stat().st_mode & 0o777) for path in found} == {(True, 0o700), (False, 0o600)}
 
 
 def test_a_second_writer_is_refused_until_the_first_is_closed(writer: WeightStoreWriter, tmp_path: Path) -> None:
