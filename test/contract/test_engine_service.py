@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.actors import actor_process
-from support.processes import process_of
+from support.actors import kill
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.testing import FakeAsyncVLLM
 
 IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
@@ -338,7 +336,7 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
             parts.append(part)
             if not killed and len(told(parts)[0]) >= 5:
                 killed.append(part.metrics.replica)
-                kill(service, killed[0])
+                kill(service.replica_table[killed[0]].replica)
 
         params = {"max_tokens": LONG, "logprobs": 0, "ignore_eos": True, **GREEDY}
         others = [service.agenerate([65 + i], params) for i in range(10)]
@@ -364,16 +362,6 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
         assert [one.prompt_token_ids.tolist() for one in others] == [[65 + i] for i in range(10)]
         assert {len(one.outputs[0].token_ids) for one in others} == {LONG}
         assert Counter(one.metrics.replica for one in others)[killed[0]] < 10
-
-
-def kill(service: Any, index: int) -> None:
-    replica = service.replica_table[index].replica
-    if isinstance(replica, LocalReplica):
-        process_of(replica).kill()
-    elif isinstance(service, AsyncVLLM):
-        actor_process(replica).kill()
-    else:
-        threading.Thread(target=replica.die).start()  # it tells the service, whose loop may be the caller's
 
 
 # -- what is asked of all replicas ------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ import psutil
 import ray
 
 from support import toy_kind
-from support.processes import TESTS, toy_environment
+from support.processes import TESTS, process_of, toy_environment
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray import ray_replica as actor_link
 from torchrl_moe.modules.backends.ray.actor import Description, ReplicaActor
 from torchrl_moe.modules.backends.ray.cluster import RayService
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.replica_host import Address, ReplicaHost
 from torchrl_moe.modules.backends.vllm import engine_args
 
@@ -78,6 +80,16 @@ def actor_process(replica: Any) -> psutil.Process:
     candidates = [process for process in psutil.process_iter() if process.name().startswith("ray::")]
     (actor,) = [p for p in candidates if any(c.laddr.port == port for c in p.net_connections() if c.status == "LISTEN")]
     return actor
+
+
+def kill(replica: Any) -> None:
+    """End a replica of any kind as a crash would: a child's process, an actor's, or a fake."""
+    if isinstance(replica, LocalReplica):
+        process_of(replica).kill()
+    elif isinstance(replica, RayReplica):
+        actor_process(replica).kill()
+    else:
+        threading.Thread(target=replica.die).start()  # it tells the service, whose loop may be the caller's
 
 
 def groups_in_use() -> list[str]:
