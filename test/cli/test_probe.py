@@ -230,3 +230,15 @@ def test_text_and_data_say_the_same() -> None:
 def test_without_a_token_there_is_nothing_to_say() -> None:
     with pytest.raises(ValueError, match="no tokens to compare"):
         result([], [])
+
+
+@pytest.mark.engine
+def test_vllm_in_float32_is_the_same_function_too(
+    engine: AsyncVLLM, shelf: EngineShelf, lend: Callable[[Any], None], capsys: CaptureFixture[str]
+) -> None:
+    lend(engine)
+    folder: Any = shelf.folder("qwen3_moe")
+    assert main(["probe", str(folder), "--dtype", "float32", "--max-new-tokens", "12"]) == 0
+    out = capsys.readouterr().out
+    assert f"{folder}: vllm in float32, scored by transformers in float32; " in out
+    assert "Nothing to remove" in out

@@ -191,7 +191,12 @@ def test_of_many_experts_the_commonest_are_named() -> None:
 @pytest.mark.parametrize(
     ("color", "known", "label"),
     [
-        ("kept", {}, None), ("kept", {"kept": 3}, "2 to 4 entries"), ("kept", {"kept": 0}, "all"),
+        ("kept", {}, None),
+        *(("kept", {"kept": at}, label) for at, label in (
+            (0, "all"), (-1, "all but some"), (1, "1 entry"), (2, "2 to 4 entries"), (4, "2 to 4 entries"),
+            (5, "5 to 16 entries"), (16, "5 to 16 entries"), (17, "17 to 64 entries"), (64, "17 to 64 entries"),
+            (65, "more"),
+        )),
         *(("log_probs", {"log_prob": at}, label) for at, label in (
             (0.0, "p ≥ 0.9"), (0.001, "p ≥ 0.9"), (-0.11, "p 0.5 to 0.9"), (-0.7, "p 0.1 to 0.5"),
             (-2.4, "p 0.01 to 0.1"), (-5.0, "p < 0.01"), (None, None),

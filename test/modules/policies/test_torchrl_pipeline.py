@@ -20,6 +20,7 @@ from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.objectives.llm import MCAdvantage
 
 from support.collecting import NextQuestion
+from support.strategies import Says
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
@@ -180,3 +181,25 @@ def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: b
         kept = second["log_probs", "full"][old - NEW : old]
         assert kept.equal(first["log_probs", "response"])
         assert second["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, second["tokens", "full"]))
+
+
+class Names(Transform):
+    """What an environment may say of its rollouts: sessions, groups of one question, and how urgent each is."""
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for i, sample in enumerate(tensordict_reset.unbind(0)):
+            sample.update({"session_id": f"rollout-{i}", "group_id": i // GROUP, "priority": -i})
+        return tensordict_reset
+
+
+def test_what_an_environment_says_of_its_rollouts_reaches_the_service_at_every_turn() -> None:
+    with FakeAsyncVLLM(2, seed=1) as engine:
+        ear = Says()
+        engine.create_load_balancer(ear)
+        env = make_env("history", turns=2).append_transform(Names())
+        rollout = env.rollout(2, make_policy(engine), break_when_any_done=False)
+        assert rollout.batch_size == torch.Size([ENVS, 2])
+        sessions = [context.session_id for _, context in ear.asked]
+        assert sessions == [f"rollout-{i}" for i in reversed(range(ENVS))] * 2  # by priority
+        assert {engine.load_balancer.groups.version(str(group)) for group in range(ENVS // GROUP)} == {0}
+        assert engine.load_balancer.groups.version(str(ENVS // GROUP)) is None

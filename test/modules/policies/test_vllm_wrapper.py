@@ -301,9 +301,8 @@ def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM) -> Non
         out = policy(stacked("text", *PROMPTS))
         moe = wrapper(fake, inplace=False)(stacked("text", *PROMPTS))
         assert set(out.keys()) == {*policy.out_keys, *policy.extra_keys} == set(moe.keys()) - {"routed_experts"}
-        assert_answers(
-            moe.exclude("routed_experts"), engine, direct(engine, [ids_of("text", p) for p in PROMPTS]), False
-        )
+        for answers in (out, moe.exclude("routed_experts")):
+            assert_answers(answers, engine, direct(engine, [ids_of("text", p) for p in PROMPTS]), False)
 
 
 def test_pads_of_a_batch_never_reach_the_engine(fake: FakeAsyncVLLM) -> None:

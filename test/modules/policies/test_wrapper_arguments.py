@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.policies.vllm_wrapper import overridden, request_arguments, sampling_params_of
@@ -190,3 +191,10 @@ def test_unset_values_and_missing_keys() -> None:
     for key, two in (("session_id", NonTensorStack("c", "d")), ("group_id", torch.tensor([3, 4]))):
         with pytest.raises(ValueError, match=rf"sample 1: '{key}' is \['?\w'?, '?\w'?\]"):
             request_arguments([TensorDict(), TensorDict({key: two})])
+
+
+def test_every_common_name_of_torchrl_is_known_to_vllm_afterwards() -> None:
+    fields = {"n", "max_tokens", "stop", "temperature", "top_p", "top_k", "repetition_penalty", "skip_special_tokens"}
+    off = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+    given = {name: off.get(name, 1) for name in LLMWrapperBase.COMMON_GENERATION_PARAMS}
+    assert set(sampling_params_of(given)) == fields | {"logprobs"}

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from support.toy_moe import SCORES, SITES, U, bound, own
+from support.toy_moe import SCORES, SITES, U, bound, changed, own
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, Recording, ReplayState
 from torchrl_moe.modules.replay.discovery import RouterSite
@@ -74,3 +74,17 @@ def test_no_context_opens_inside_a_checkpointed_layer() -> None:
     inside = state.recomputing(None, again=False)
     with inside, pytest.raises(ReplayError, match="open already"), state.opened(Binding(layers=())):
         pass
+
+
+def test_only_live_rows_are_ranked() -> None:
+    binding, asked = bound(changed((1, slice(1, 3), 1), [U, U])), []
+
+    def ranked(rows: torch.Tensor) -> torch.return_types.topk:
+        asked.append(rows.tolist())
+        return own(rows)
+
+    chosen = binding.choose(SITES[0], SCORES, ranked, False)
+    assert asked == [[4, 5]]
+    assert chosen.tolist() == [[5, 3]] * 4 + own().indices[4:].tolist()
+    assert binding.choose(SITES[1], SCORES, ranked, False).tolist() == [[0, 1]] * 6
+    assert len(asked) == 1  # every row of layer 2 is given

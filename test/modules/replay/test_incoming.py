@@ -138,6 +138,7 @@ def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
     ("index", "error", "message"),
     [
         ([[0, 1, 2], [3, 4, 4]], RouteValueError, "holds 4, which is out of range or there twice"),
+        ([[0, 1, 2], [3, 4, -1]], RouteValueError, "holds -1, which"),
         ([[0, 1, 2], [3, 4, 6]], RouteValueError, r"holds 6, .* from 0 to 5 for an input of \[1, 6\]"),
         (torch.arange(6).view(2, 3).to(torch.uint8), RouteValueError, "must have dtype torch.int64, got torch.uint8"),
         ([[0, 1, 2, 3, 4, 5]], RouteShapeError, r"packing.index must have shape \[2, 3\], got \[1, 6\]"),

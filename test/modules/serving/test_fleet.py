@@ -699,3 +699,31 @@ def test_one_that_does_not_answer_gets_no_requests_and_is_left_alone_while_its_w
     table.set_state(0, ReplicaState.SERVING)  # the count begins again
     until(lambda: service.restarts == [1, 0])
     assert len(replica.asked("probe")) == before + 2
+
+
+def test_the_log_says_of_each_death_and_return_once(fleet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    service = fleet()
+    service.kill(0, "out of memory\nits log")
+    until_serving(service, [1, 0])
+    service.replica_table.set_state(1, ReplicaState.SYNCING)
+    service.replica_table.set_state(1, ReplicaState.QUARANTINED)
+    until_serving(service, [1, 1])
+    assert caplog.messages == [
+        "replica 0 died: out of memory",
+        "replica 0 serves again, after restart 1",
+        "replica 1 is quarantined: an update left it with unknown weights",
+        "replica 1 serves again, after restart 1",
+    ]
+    caplog.clear()
+    service.shutdown()
+    assert caplog.messages == []
+
+
+def test_a_sync_may_end_the_service(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    service.register_weight_sync(lambda index: service.shutdown())
+    service.kill(0)
+    until(lambda: not service.is_running)
+    until(no_thread_restarts)
+    assert service.states == ["DEAD"]

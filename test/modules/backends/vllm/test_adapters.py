@@ -250,3 +250,30 @@ def test_an_adapter_of_another_size_or_of_no_folder_is_refused(engine: AsyncVLLM
             with pytest.raises(ValueError, match=f"cannot be loaded: .*{words}"):
                 ask(engine, fields)
     assert ask(engine).outputs[0].finish_reason == "length"
+
+
+@ON_ENGINE
+def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) -> None:
+    async def attempt() -> list[str]:
+        finished: list[str] = []
+
+        async def ask(name: str, priority: int, max_tokens: int) -> None:
+            params = {"max_tokens": max_tokens, "ignore_eos": True}
+            await engine.agenerate(IDS, params, priority=priority)
+            finished.append(name)
+
+        blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
+        while not engine.stats()[0]["running"] and not blocker.done():
+            await asyncio.sleep(0.01)
+        waiting = [asyncio.create_task(ask(f"priority {priority}", priority, 2)) for priority in (7, 3, 5)]
+        while engine.stats()[0]["waiting"] < 3 and not blocker.done():
+            await asyncio.sleep(0.01)
+        in_time = not blocker.done()
+        await asyncio.gather(blocker, *waiting)
+        return finished if in_time else []
+
+    for _ in range(8):  # on a busy machine the blocker may be done before the others have arrived
+        if finished := asyncio.run(attempt()):
+            assert finished == ["running", "priority 3", "priority 5", "priority 7"]
+            return
+    pytest.fail("the blocker was always done before the others had arrived")

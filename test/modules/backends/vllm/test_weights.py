@@ -677,3 +677,29 @@ def test_weights_that_are_no_numbers_end_a_replica_and_what_it_was_asked(no_engi
             assert isinstance(frozen.exception(60.0), EngineError)  # nobody is left to answer
         assert engine.replica_table[0].state.name in ("QUARANTINED", "DEAD")
         trainer.sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_canary_that_fails_holds_every_request_until_good_weights_come(trainer: Trainer) -> None:
+    """Requests in flight ran on the failed weights for a moment: none of their tokens may be of those."""
+    prompts, replica = [list(range(start, 60)) for start in range(44, 50)], trainer.engine.replica_table[0].replica
+    old = trainer.reference(torch.tensor([5, 6, 7]))[0][1:].tolist()
+    trainer.reference.change(41)
+    version = trainer.sender.publish()
+    digest = trainer.stage(version).digest
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(trainer.generate, prompts, 200)
+        until(lambda: trainer.engine.replica_table[0].inflight, 30.0, look_every=0.001)
+        canary = {"token_ids": [5, 6, 7], "log_probs": old, "tolerance": 1e-4}
+        report = replica.call(Engine.swap_weights, 60.0, version, digest, "keep", False, canary)
+        assert report.started
+        assert "the new weights' log-probs differ from the trainer's by up to" in str(report.error)
+        trainer.reference.change(42)
+        good = trainer.update().version
+        done = asked.result(60.0)
+    assert len(done) == len(prompts)
+    trainer.assert_agrees(done)
+    for completion in done:
+        assert completion.outputs[0].policy_versions.tolist() == [good] * 200
+        assert completion.outputs[0].finish_reason == "length"
+    trainer.assert_agrees(trainer.generate())
