@@ -51,6 +51,7 @@ WRONG: dict[type, dict[str, list[Any]]] = {
         "gamma": [0.99],
         "clip_value": [True, 0.2],
         "samples_mc_entropy": [0],
+        "device": ["nowhere"],
         "clip_epsilon": [1.1, -0.1, (1.1, 0.2), (0.2, -0.1), (0.2,), (0.1, 0.2, 0.3), NAN],
     },
     DAPO: {"gamma": [1]},

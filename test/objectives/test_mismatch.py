@@ -162,11 +162,11 @@ def test_the_percentile_is_of_a_sample_once_there_are_many() -> None:
 
 def test_by_age_of_the_version() -> None:
     td, log_probs = by_hand()
-    for one, versions in zip(td, ([-1, 7, 6, 2], [-1, 7]), strict=True):
+    for one, versions in zip(td, ([-1, 7, 6, 0], [-1, 7]), strict=True):
         one[VERSIONS] = torch.tensor(versions, dtype=torch.int32)
     metrics = MismatchMetrics(max_age=3)
     metrics.update(td, log_probs, version=7)
-    expected = {"age_mean": (0 + 1 + 5 + 0) / 4}
+    expected = {"age_mean": (0 + 1 + 7 + 0) / 4}
     groups = {0: (2, (0.5 - L + 3 - LN4) / 2, (L + LN4) / 2), 1: (1, 0, 0), 3: (1, L - 1 / 3, L)}
     for age, values in groups.items():
         expected |= dict(zip([f"age_{age}/{name}" for name in ("tokens", "k3", "dlogp_mean")], values, strict=True))
@@ -318,6 +318,8 @@ def test_every_number_is_as_likely_as_any_other_also_across_a_merge() -> None:
     few.add(np.array([[3.0, 1.0], [2.0, 5.0]]))
     few.add(np.array([4, 6], dtype=np.int64))
     assert sorted(few.values) == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
+        UniformSample(0)
 
 
 def test_samples_that_merge_have_priorities_of_their_own() -> None:
