@@ -17,9 +17,10 @@ from support.collecting import Questions, chat, new_weights, policy_of, queries
 from support.interrupts import Interrupt
 from support.processes import exit_code_of
 from support.services import submitted
-from support.waiting import in_thread, until
+from support.waiting import HOUR, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.errors import CollectionError
+from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.testing import FakeAsyncVLLM
 
 Collect = Callable[..., AsyncLLMCollector]
@@ -215,3 +216,42 @@ def test_fewer_may_be_in_line_after_a_restore(collect: Collect) -> None:
     batches = iter(after)
     assert (prompts(next(batches)), waiting(after.state_dict())) == (["q2", "q3"], ["q4", "q5", "q6", "q7"])
     assert [prompts(next(batches)) for _ in range(3)] == [["q4", "q5"], ["q6", "q7"], ["q8", "q9"]]
+
+
+def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    """A complete group does not overtake one that was under way: an epoch of fifo ends with its last prompt."""
+
+    def token_seconds(request: Request) -> float:
+        assert request.prompt_token_ids is not None
+        return HOUR if b"q2" in bytes(token for token in request.prompt_token_ids.tolist() if token < 256) else 0.0
+
+    for replica in engine.replicas:
+        replica.token_seconds = token_seconds
+    collector = collect(dataloader=Questions(4), max_staleness=2)
+    assert prompts(next(iter(collector))) == ["q0", "q1"]
+    until(lambda: len(collector.state_dict()["ready"]) >= 1)
+    state = collector.state_dict()
+    collector.shutdown()
+    for replica in engine.replicas:
+        replica.token_seconds = 0.0
+    after = collect(dataloader=Questions(4), max_staleness=2)
+    after.load_state_dict(state)
+    assert waiting(after.state_dict()) == waiting(state)
+    assert [prompts(batch) for batch in islice(after, 3)] == [["q2", "q3"], ["q0", "q1"], ["q2", "q3"]]
+
+
+def restored(collect: Collect, before: int, ready: int, **settings: Any) -> AsyncLLMCollector:
+    """One that continues from a collector of some staleness with one batch taken and so many groups ready."""
+    collector = collect(max_staleness=before)
+    next(iter(collector))
+    until(lambda: len(collector.state_dict()["ready"]) == ready)
+    after = collect(**settings)
+    after.load_state_dict(collector.state_dict())
+    return after
+
+
+def test_weights_that_a_restored_trainer_pushes_make_nothing_older(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    after = restored(collect, 1, 2, max_staleness=1, on_stale="drop")
+    new_weights(engine, 7)
+    after.increment_version()
+    assert (prompts(next(iter(after))), after.stats()["inference/staleness_max"]) == (["q2", "q3"], 0)

@@ -374,3 +374,25 @@ def test_a_pool_of_environments_has_no_place_for_versions_as_in_torchrl(engine: 
     with pytest.raises(ValueError, match="track_policy_version=True: TorchRL's AsyncEnvPool takes no transform"):
         LLMCollector(pool, policy=policy_of(engine), dialog_turns_per_batch=4, track_policy_version=True)
     pool.close()
+
+
+def test_a_state_is_of_before_a_batch_or_after_it(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the moment in which the buffer has a batch and its prompts are forgotten."""
+    reached, go_on = threading.Event(), threading.Event()
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collector_of(engine, replay_buffer=buffer)
+    delivered = collector._delivered
+
+    def slowly() -> None:
+        reached.set()
+        go_on.wait(60)
+        delivered()
+
+    monkeypatch.setattr(collector, "_delivered", slowly)
+    batch = in_thread(collector.next)
+    assert reached.wait(60)
+    state = in_thread(collector.state_dict)
+    until(lambda: collector._pausing or state.done())
+    go_on.set()
+    batch.result(60)
+    assert state.result(60)["frames"] == len(buffer) == 4

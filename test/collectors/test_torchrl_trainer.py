@@ -106,3 +106,18 @@ def test_it_learns_with_a_batch_at_a_time(engine: AsyncVLLM, shelf: EngineShelf,
     assert mean(buffer.rewards[-2:]) > mean(buffer.rewards[:2]) + 0.1
     if collect is synchronous:
         assert buffer.versions == [[buffer.first_version + step] * BATCH for step in range(8)]
+
+
+@pytest.mark.soak
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_it_learns_while_answers_are_generated(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    """With the trainer's asynchronous switch, by which it samples from what the buffer holds."""
+    buffer = Buffer(storage=LazyStackStorage(2 * BATCH))
+    trainer = train(
+        engine, shelf.folder("qwen3_moe"), asynchronous, buffer, 16, async_collection=True, optim_steps_per_batch=1
+    )
+    assert trainer.optimization_stepper.optimizer_step_count >= 14
+    assert mean(buffer.rewards[-3:]) > mean(buffer.rewards[:3]) + 0.1
+    # batch i begins once there were i - 1 updates, so nothing in it is older
+    assert all(min(versions) >= buffer.first_version + i - 1 for i, versions in enumerate(buffer.versions))

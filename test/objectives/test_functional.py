@@ -280,3 +280,22 @@ def test_tensors_that_are_not_all_a_value_per_token_are_refused(name: str) -> No
         if len(tensors) > 1:
             with pytest.raises(ValueError, match=r"must have the same shape, got .*\[2, 1\]"):
                 function(**given | {wrong: given[wrong][:, :1]})
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_penalty_can_be_bounded(estimator: F.KLEstimator, weighted: bool) -> None:
+    """The weight counts: its product with the penalty is what the loss holds. What is inside is as it was."""
+    log_probs, log_ratio = row(-25, -1, -0.1), row(12, 0.5, 3) if weighted else None
+    other = row(-5.1, -1.5, -19)
+    bounded = log_probs.clone().requires_grad_()
+    penalty, known = F.kl_penalty(bounded, other, every(3), estimator, log_ratio, clamp=10.0)
+    plain, _ = F.kl_penalty(log_probs, other, every(3), estimator, log_ratio)
+    assert known.all()
+    assert penalty.detach().tolist() == plain.clamp(-10, 10).tolist()
+    assert plain.abs()[0].tolist()[0] > 10
+    (gradient,) = torch.autograd.grad(penalty.sum(), bounded)
+    free = log_probs.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.kl_penalty(free, other, every(3), estimator, log_ratio)[0].sum(), free)
+    assert gradient.tolist() == torch.where(plain.abs() > 10, 0, wanted).tolist()
+    assert gradient[0, 1] != 0

@@ -635,3 +635,15 @@ def test_forward_passes(calls: list[Any], replay: str, due: bool, loss: dict[str
     calls.clear()
     scores_of(actor, **loss)(batch, 2, due)
     assert calls == [(4, 9)] * passes
+
+
+def test_weights_move_as_adamw_moves_them() -> None:
+    learner = learner_of(betas=[0.8, 0.9], weight_decay=0.1, max_grad_norm=None)
+    weight: Any = learner.actor.model.lm_head.weight  # type: ignore[union-attr]
+    before, grad = weight.detach().clone(), gradients(learner)["lm_head.weight"]
+    learner.optimizer.zero_grad()
+    metrics = learner.stepper.step(batch_of(learner))
+    # the first step of Adam: the sign of the gradient, nearly
+    expected = before * (1 - 1e-3 * 0.1) - 1e-3 * grad / (grad.abs() + 1e-8)
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
+    assert float(metrics["lr"]) == pytest.approx(1e-3)

@@ -121,3 +121,29 @@ def test_a_request_that_began_with_an_adapter_is_exact_when_merged_weights_come(
         assert off[versions != version].max() > 100 * TOLERANCE
     merged.shutdown()
     shelf.clear()  # it takes no adapters any more
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    reference, model = tune(shelf)
+    sender = connect(engine, model)
+    version = sender.update_weights().version
+    answers: list[Completion] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
+    asking.start()
+    while not engine.replica_table[0].replica.call(Engine.stats, 30.0).running:
+        assert asking.is_alive()
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model)
+    sender.update_weights()
+    assert asking.is_alive()  # nothing waited for it
+    after = ask(engine)
+    asking.join(60.0)
+    assert reference.distance(after) <= TOLERANCE
+    assert set(after.outputs[0].policy_versions.tolist()) == {version + 1}
+    assert reference.distance(answers[0]) > 100 * TOLERANCE
+    model.load_state_dict(old)
+    assert reference.distance(answers[0]) <= TOLERANCE
+    assert set(answers[0].outputs[0].policy_versions.tolist()) == {version}
+    sender.shutdown()

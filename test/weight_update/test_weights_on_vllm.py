@@ -285,3 +285,37 @@ def test_two_workers_of_one_model_have_each_version_exactly(
             for output in completion.outputs:
                 assert set(output.policy_versions.tolist()) == {versions.now}
                 versions.check(completion, output)
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
+    engine: AsyncVLLM, shelf: EngineShelf
+) -> None:
+    """An expert overflows that the weight check does not reach; the cache's blocks then hold NaN."""
+    reference = Reference(shelf.folder("qwen3_moe"))
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(reference.model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    reached = reference(torch.tensor([0]))[1][2][0].tolist()
+    down = reference.model.model.layers[2].mlp.experts.down_proj
+    chosen = next(expert for expert in range(len(down)) if expert not in reached)
+    before = down.detach().clone()
+    prompts = [[token, *range(token)] for token in range(1, 31)]
+
+    def bad_log_probs() -> int:
+        done = engine.generate(prompts, {"max_tokens": 20, "logprobs": 0, "ignore_eos": True}, use_tqdm=False)
+        return sum(int((~np.isfinite(answer.outputs[0].logprobs)).sum()) for answer in done)
+
+    with torch.no_grad():
+        down[chosen].fill_(3e38)
+    assert sender.update_weights().failed == {}
+    counted = engine.stats()[0]["not_finite_logprobs"]
+    bad = bad_log_probs()
+    assert bad > 20
+    assert engine.stats()[0]["not_finite_logprobs"] - counted == bad
+    with torch.no_grad():
+        down.copy_(before)
+    assert (sender.update_weights().failed, bad_log_probs()) == ({}, 0)
+    assert distance(engine, reference) <= TOLERANCE
+    sender.shutdown()
