@@ -476,3 +476,10 @@ def test_each_setting_takes_a_value_or_refuses_it_by_its_name(name: str) -> None
             Schedule(settings.groups_per_batch, settings.max_staleness, settings.order, settings.window)
         except ValueError as error:
             assert name in str(error), (value, str(error))
+
+
+def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
+    asked: list[Any] = []
+    collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
+    next(iter(collector))
+    assert len(asked) >= 2

@@ -44,6 +44,7 @@ from support.toy_engine import bring
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
 from torchrl_moe.collectors.prompt_stream import PromptStream
+from torchrl_moe.collectors.ray_collectors import RayCollector
 from torchrl_moe.errors import CollectionError, CollectionStalledError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -517,3 +518,24 @@ def test_the_actor_ends_with_its_driver_and_when_the_collector_is_forgotten(ray_
             until(lambda: is_gone(pid))
         finally:
             driver.kill()
+
+
+def test_a_state_is_not_loaded_while_a_batch_is_made(
+    collect_in_turns: InTurns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: dict[str, Any] = {}
+    whole = []
+
+    def begin(collector: RayCollector, method: str, *arguments: Any) -> Any:
+        if "load_state_dict" in arguments:  # calls of an actor run side by side, and may start in another order
+            whole.append(collector._is_done(begun["next"]))
+        begun[method] = plain_begin(collector, method, *arguments)
+        return begun[method]
+
+    plain_begin = RayCollector._begin
+    monkeypatch.setattr(RayCollector, "_begin", begin)
+    collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
+    start = collector.state_dict()
+    assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
+    collector.load_state_dict(start)
+    assert (asked(collector.next()), whole) == (["q0", "q1"], [True])

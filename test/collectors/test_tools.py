@@ -15,15 +15,16 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, StepCounter
-from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.envs.llm.transforms import (
     ExecuteToolsInOrder,
     PythonInterpreter,
+    SimpleToolTransform,
     ToolRegistry,
     XMLBlockParser,
 )
 
-from support.collecting import TOKENIZER, policy_of, queries
+from support.collecting import TOKENIZER, Questions, policy_of, queries
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -110,6 +111,37 @@ def test_an_interpreters_variables_are_its_samples_own(collect: Collect) -> None
     assert interpreters.running() == []
 
 
+def test_an_interpreter_that_dies_costs_its_samples_answer_only(collect: Collect) -> None:
+    """The process of each sample of ``q0`` ends itself; the tool says so, and the next sample has a new one."""
+
+    def script(prompt: str) -> str:
+        if "<|im_start|>tool" not in prompt and "q0" in prompt:
+            return code("import os", "os._exit(3)")
+        return counting(prompt)
+
+    batch = next(iter(collect(Interpreters(), script, groups_per_batch=2, order="fifo", max_in_flight=1)))
+    for first, last in turns(batch):
+        if first["query"] == "q0":
+            assert tool_output(first)[0].startswith("Code block 1 failed:\nProcess terminated with return code 3")
+            assert "failed" in tool_output(last)[0]
+        else:
+            assert tool_output(last)[0].endswith(f"seen ['{first['query']}', 'again']\n")
+
+
+def test_a_group_that_fails_leaves_no_interpreter_behind(collect: Collect) -> None:
+    interpreters = Interpreters()
+
+    def failing() -> EnvBase:
+        env = interpreters()
+        env.transform[0]._format_result = lambda result: 1 / 0 if "q1" in result else result
+        return env
+
+    collector = collect(failing, counting, groups_per_batch=4)
+    with pytest.raises(ZeroDivisionError):
+        next(iter(collector))
+    until(lambda: not interpreters.running())
+
+
 def test_a_shutdown_while_code_runs_leaves_no_process(collect: Collect, tmp_path: Path) -> None:
     """If a process ends under its code the tool starts another one, so all children are looked at, not those known."""
     over = tmp_path / "over"
@@ -129,10 +161,11 @@ def test_a_shutdown_while_code_runs_leaves_no_process(collect: Collect, tmp_path
 
 
 def calling(prompt: str) -> str:
-    """Calls a tool, then says what came of it."""
+    """Calls two tools, then says what came of it."""
     if "<|im_start|>tool" in prompt:
         return f"It is {last_message(prompt).splitlines()[-1]}"
-    return f'<tool name="double">{{"of": {last_message(prompt)[1:]}}}</tool>'
+    first = f'<tool name="double" tag="A">{{"of": {last_message(prompt)[1:]}}}</tool>'
+    return f'{first} and <tool name="double">{{"of": 100}}</tool><tool name="lost">{{}}</tool>'
 
 
 class Double:
@@ -150,7 +183,7 @@ class Double:
 
 @pytest.mark.parametrize("shares_one", [True, False])
 def test_tools_without_state_may_be_shared(collect: Collect, shares_one: bool) -> None:
-    """A single environment for all samples, or one for each."""
+    """A single environment for all samples, or one for each; the calls of an answer in their order."""
     double = Double()
 
     def env() -> EnvBase:
@@ -161,14 +194,39 @@ def test_tools_without_state_may_be_shared(collect: Collect, shares_one: bool) -
     batch = next(iter(collect(env() if shares_one else env, calling, groups_per_batch=3)))
     for first, last in turns(batch):
         (said,) = tool_output(first)
-        assert f'"is": {2 * int(first["query"][1:])}' in said
+        number = int(first["query"][1:])
+        assert re.findall(r"call (\d)\)(?: \[tag: (\w)\])? (\w+)", said) == [
+            ("1", "A", "succeeded"), ("2", "", "succeeded"), ("3", "", "failed")
+        ]  # fmt: skip
+        assert re.findall(r'"is": (\d+)', said) == [str(2 * number), "200"]
         # the row of the first turn ends with its answer: the tool came after it
         assert first["history"].full.role == ["user", "assistant"]
+        assert first["history"].response.content == [calling(TOKENIZER.decode(first["tokens", "prompt"]))]
         # the next prompt is the ids of the turn, and what the tool said
         had = first["tokens", "full"]
         assert torch.equal(last["tokens", "prompt"][: len(had)], had)
         added = TOKENIZER.decode(last["tokens", "prompt"][len(had) :])
         assert added == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
         assert torch.equal(last["log_probs", "full"][: len(had)][-4:], first["log_probs", "response"][-4:])
+        assert last["history"].prompt.content[-1] == said
         assert (last["history"].response.content, tool_output(last)) == (["It is </tool_results>"], [])
-    assert Counter(double.calls) == Counter(int(query[1:]) for query in queries(batch)[::TURNS])
+    asked = Counter(int(query[1:]) for query in queries(batch)[::TURNS])
+    assert Counter(double.calls) == asked + Counter({100: 6})
+
+
+def test_a_simple_tool_in_an_environment_with_its_own_data(collect: Collect) -> None:
+    """The transforms are copied with all but the primer, so the copies must be tools still."""
+    tool = SimpleToolTransform({"double": lambda of: 2 * of}, parser=XMLBlockParser())
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=2, batch_size=(1,), tokenizer=TOKENIZER)
+    env = env.append_transform(tool).append_transform(StepCounter(max_steps=TURNS))
+    collector = collect(env, calling, dataloader=None, group_size=None, groups_per_batch=2)
+    batch = next(iter(collector))
+    assert sorted(queries(batch)) == ["q0"] * 4 + ["q1"] * 4
+    for first, last in turns(batch):
+        number = int(first["query"][1:])
+        assert tool_output(first) == [
+            f"Tool double executed successfully:\n{2 * number}",
+            "Tool double executed successfully:\n200",
+            "Tool lost failed:\nTool lost not found",
+        ]
+        assert last["history"].prompt.role == ["user", "assistant", "tool", "tool", "tool"]

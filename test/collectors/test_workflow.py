@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.llm import History
 
-from support.collecting import TOKENIZER, Questions, chat, policy_of, queries
+from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, environments, workflow
 from torchrl_moe.collectors.async_collector import evaluate
@@ -581,3 +581,25 @@ def test_what_is_written_into_the_data_stands_in_every_row_and_after_its_end_not
         asyncio.run(asks[0]("three"))
     with pytest.raises(ValueError, match="asked for no answer"):
         play(engine, of_nothing)
+
+
+def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    held = threading.Barrier(3)  # both samples of the group, and who updates the weights
+    cancelled: list[str] = []
+
+    async def end(query: str) -> float:
+        if query != "q1":
+            return 1.0
+        arrived = asyncio.create_task(asyncio.to_thread(held.wait, 60))
+        try:
+            return await for_ever(query)
+        except asyncio.CancelledError:
+            cancelled.append("q1")
+            await arrived
+            raise
+
+    update = in_thread(lambda: (held.wait(60), new_weights(engine, 1)))
+    batch = next(iter(collect(then(end), max_staleness=0, on_stale="drop", groups_per_batch=2)))
+    update.result()
+    assert "q1" not in queries(batch)
+    assert cancelled == ["q1", "q1"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, distributed
 from torchrl.envs.llm.transforms import RetrieveKL
 from torchrl.objectives import LossModule
@@ -566,3 +566,42 @@ def test_each_loss_runs_in_the_grpo_trainer(build: Any) -> None:
     assert sender.updates == trainer.optimization_stepper.optimizer_step_count == 1
     assert trainer.optimization_stepper.state_dict()["skipped_nonfinite_steps"] == 0
     assert (actor.logits - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "CISPOLoss"])
+def test_torchrls_wrapper_over_a_chat(name: str) -> None:
+    """A padded batch with TorchRL's classes, an advantage per token, and a mask that was never computed."""
+    from tensordict import MetaData
+    from torchrl.data import History
+    from torchrl.modules.llm import TransformersWrapper
+    from torchrl.objectives import llm as theirs
+    from torchrl.testing import MockTransformerModel
+
+    from torchrl_moe import objectives as ours
+    from torchrl_moe.modules import ChatHistory, Masks
+    from torchrl_moe.testing import ByteTokenizer
+
+    torch.manual_seed(0)
+    tokenizer = ByteTokenizer()
+    prompt = History(role=["user"], content=["What is 2 + 2?"], batch_size=[1])
+    answer = History(role=["assistant"], content=["4."], batch_size=[1])
+    chat = ChatHistory(prompt=prompt, response=answer, full=prompt.extend(answer, inplace=False)).expand((1,))
+    tokens = chat.to_tokens(tokenizer)
+    length = tokens.get("full", as_padded_tensor=True, padding_side="left", padding_value=0).shape[-1]
+    masks = Masks(all_attention_mask=torch.ones(1, length, dtype=torch.bool), padded=MetaData(True))
+    td = TensorDict(
+        {
+            "history": chat,
+            "tokens": tokens,
+            "masks": masks,
+            "advantage": torch.randn(1, length, 1),
+            "log_probs": torch.randn_like(tokens, dtype=torch.float32) - 5,
+        },
+        batch_size=[1],
+    )
+    model = MockTransformerModel(len(tokenizer))
+    actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, pad_output=True, input_mode="history")
+    same: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "entropy_bonus": True}
+    found, expected = (getattr(room, name)(actor, **same)(td.copy()) for room in (ours, theirs))
+    for key in ["loss_entropy", "ESS"] + ["loss_objective"] * (name != "CISPOLoss"):  # whose weight has a gradient
+        torch.testing.assert_close(found.get(key), expected.get(key).squeeze(), atol=1e-5, rtol=1e-5)

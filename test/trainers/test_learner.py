@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
 from support.collecting import TOKENIZER
+from support.ranks import run_as_ranks
 from support.rollouts import BigramActor, byte_row, dense, ragged, samples
 from support.routes import random_routes
 from torchrl_moe import objectives
@@ -40,7 +41,7 @@ from torchrl_moe.trainers.learner import (
     minibatches,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import Ranks
+from torchrl_moe.trainers.ranks import Placement, Ranks, join_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -647,3 +648,41 @@ def test_weights_move_as_adamw_moves_them() -> None:
     expected = before * (1 - 1e-3 * 0.1) - 1e-3 * grad / (grad.abs() + 1e-8)
     torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
     assert float(metrics["lr"]) == pytest.approx(1e-3)
+    assert learner.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_parts_of_two_ranks_have_the_gradient_of_one_batch_for_each_loss_and_aggregation() -> None:
+    whole = gradients_of(Ranks(), None)
+    assert len(whole) == 24 and all(gradient.abs().max() > 1e-3 for gradient in whole.values())
+    for found in run_as_ranks(rank_gradients):
+        gaps = {key: float((torch.from_numpy(found[key]) - gradient).abs().max()) for key, gradient in whole.items()}
+        assert max(gaps.values()) <= 1e-6, gaps
+
+
+FAMILY = ("GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss")
+AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "fixed_length")
+
+
+def gradients_of(ranks: Ranks, max_tokens: int | None) -> dict[tuple[str, str], Any]:
+    """The gradient of each loss and aggregation, of this rank's half of a batch, or of all; averaged over ranks."""
+    found = {}
+    rollouts = samples(SIX_SHAPES)
+    # halves with other numbers of tokens and of parts
+    halves = [rollouts] if ranks.size == 1 else [rollouts[:2], rollouts[2:]]
+    own = halves[ranks.rank]
+    for name in FAMILY:
+        for aggregation in AGGREGATIONS:
+            fixed = {"fixed_length": 9} if aggregation == "fixed_length" else {}
+            actor = BigramActor()
+            loss = getattr(objectives, name)(actor, entropy_bonus=True, aggregation=aggregation, **fixed)
+            stepper_of(loss, max_tokens, placement=Placement(ranks)).accumulate(ragged(own))
+            assert actor.logits.grad is not None
+            found[name, aggregation] = sum(ranks.gather(actor.logits.grad)) / ranks.size
+    return found
+
+
+def rank_gradients() -> dict[tuple[str, str], Any]:
+    ranks = join_ranks(60.0)
+    found = {key: gradient.numpy() for key, gradient in gradients_of(ranks, 8).items()}
+    ranks.close()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,9 @@ from support.shared_training import (
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, whole
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.plan import model_config_of
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.ranks import Placement, check_placement, join_ranks
+from torchrl_moe.trainers.ranks import Placement, check_placement, decoder_layers, join_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -269,3 +271,15 @@ def test_what_can_be(monkeypatch: MonkeyPatch, size: int, changes: dict[str, Any
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         if changed(GRPOConfig(), changes).placement.tensor_parallel < size:
             check_placement(size, changed(GRPOConfig(), {**changes, "placement.cpu_offload": True}))
+
+
+def test_experts_of_qwen3_30b_a3b_are_placed_by_their_real_names() -> None:
+    """On shapes alone: 48 layers are sharded one by one, and the plan for experts names all of their weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config_of("Qwen/Qwen3-30B-A3B"))
+    assert len(decoder_layers(model)) == 48
+    plan = {"model." + name.replace(".", r"\.").replace("*", r"\d+") for name in model.config.base_model_ep_plan}
+    experts = {name: weight for name, weight in model.named_parameters() if ".experts." in name}
+    assert sum(weight.numel() for weight in experts.values()) == 48 * 128 * 3 * 2048 * 768
+    assert all(any(re.fullmatch(pattern, name) for pattern in plan) for name in experts)
+    assert all(weight.shape[0] % 4 == 0 and weight.shape[0] % 8 == 0 for weight in experts.values())

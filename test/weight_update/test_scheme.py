@@ -7,6 +7,8 @@ import inspect
 import os
 import pickle
 import re
+import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -242,3 +244,12 @@ def test_the_coarser_dtype_sets_the_tolerance(
     trainer: torch.dtype, engine: torch.dtype | None, tolerance: float
 ) -> None:
     assert canary_of(make_tiny_moe(dtype=trainer), engine)["tolerance"] == tolerance
+
+
+@pytest.mark.soak
+def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
+    script = (
+        "from torchrl_moe.weight_update import VLLMWeightSyncScheme as S; s = S(); print(s.folder, s.folder.is_dir())"
+    )
+    folder, existed = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    assert (existed, Path(folder).exists()) == ("True", False)

@@ -11,9 +11,11 @@ import torch
 from support.engines import ADAPTED, EngineShelf
 from support.reference import TOLERANCE, Reference
 from support.waiting import until
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 
@@ -147,3 +149,22 @@ def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineS
     assert reference.distance(answers[0]) <= TOLERANCE
     assert set(answers[0].outputs[0].policy_versions.tolist()) == {version}
     sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: AsyncVLLM) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    before = engine.replica_table[0].version
+    for config, words in (
+        ({"r": 16, "target_modules": ["q_proj"]}, "LoRA rank 16 is greater than max_lora_rank 8"),
+        ({"r": 4, "target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "experts"),
+    ):
+        sender = connect(engine, get_peft_model(make_tiny_moe("qwen3_moe"), LoraConfig(**config)))
+        with pytest.raises(WeightSyncError, match=words) as caught:
+            sender.update_weights()
+        print(caught.value)
+        sender.shutdown()
+    assert engine.replica_table[0].version == before
+    assert ask(engine).outputs[0].finish_reason == "length"

@@ -35,6 +35,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "nothing verified": {"verify": "off"},
 }
 
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 10 << 18}
+WAITING: dict[str, Any] = {**TIGHT, "async_scheduling": False}
+
 
 def distance(engine: AsyncVLLM, reference: Reference) -> float:
     """Between what the engine says of its answers and what the trainer's model does."""
@@ -319,3 +322,36 @@ def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
     assert (sender.update_weights().failed, bad_log_probs()) == ({}, 0)
     assert distance(engine, reference) <= TOLERANCE
     sender.shutdown()
+
+
+@pytest.mark.soak  # a dropped cache, above, has requests read again in the same way
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(TIGHT, marks=pytest.mark.engine("qwen3_moe", **TIGHT), id="begins a step during another"),
+        pytest.param(WAITING, marks=pytest.mark.engine("qwen3_moe", **WAITING), id="waits for each step"),
+    ],
+)
+def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
+    spec: Any, versions: Versions, engine: AsyncVLLM
+) -> None:
+    """The cache holds nine blocks, and each answer takes four in the end; its first part is of older weights."""
+    (replica,) = versions.replicas
+    asked = [ask(f"p-{i}", random_ids(300 + i, 100), n=2, max_tokens=350) for i in range(3)]
+    futures = replica.submit(asked)
+    until(
+        lambda: (
+            sum(len(output.token_ids) >= 8 for one in replica.call(Engine.snapshot, 60) for output in one.outputs) >= 4
+        )
+    )
+    first, manifest = versions.now, versions.prepare(71, scale=0.02)
+    versions.swap(manifest, "keep", clear_cache=True)
+    before = engine.stats()[0]["preemptions"]
+    seen = set()
+    for future in futures:
+        completion = future.result(120)
+        for output in completion.outputs:
+            seen |= set(output.policy_versions.tolist())
+            versions.check(completion, output)
+    assert engine.stats()[0]["preemptions"] >= before + 3
+    assert seen == {first, first + 1}
