@@ -19,8 +19,9 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from support.waiting import until
 from torchrl_moe.data import RoutedExperts, RoutingLayout
-from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
+from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, Replica, Request
@@ -226,6 +227,10 @@ def test_a_pause_holds_what_comes_and_an_abort_of_it_works() -> None:
     assert other.result(60.0).aborted
     replica.call(Engine.resume, 1.0)
     assert new.result(60.0).request_id == "fast"
+    replica.token_seconds = 3600.0
+    (running,) = ask(replica, "long")
+    replica.call(Engine.pause, 1.0, "abort", False)
+    assert running.result(60.0).aborted
     replica.shutdown()
 
 
@@ -260,6 +265,14 @@ def test_an_engine_serves_on_construction_if_it_has_a_replica() -> None:
     with FakeAsyncVLLM(layout=None) as dense:
         assert dense.routing_layout is None
         assert dense.generate(PROMPT, use_tqdm=False).outputs[0].routed_experts is None
+    with FakeAsyncVLLM(2) as engine:
+        engine.replicas[0].die()
+        until(lambda: engine.stats()[0]["state"] == "DEAD")
+        assert engine.generate("hi", use_tqdm=False).metrics.replica == 1
+        engine.replicas[1].die()
+        for told in ("injected death", "none will return|no replica"):  # without a policy of faults
+            with pytest.raises(NoReplicaError, match=told):
+                engine.generate("hi", use_tqdm=False)
     with pytest.raises(ValueError, match="num_replicas must be an integer from 1 to 65536, got 0"):
         FakeAsyncVLLM(0)
 
