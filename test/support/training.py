@@ -77,7 +77,7 @@ def fake_config(out: Path, steps: int) -> GRPOConfig:
 def fake_run(fleet: FakeFleet, config: GRPOConfig, **given: Any) -> MoEGRPOTrainer:
     """A run of a fake engine's answers, half a second long."""
     rows = [{"prompt": f"{i}+1="} for i in range(8)]
-    model = given.pop("model", None) or fake_model()
+    model = given.pop("model") if "model" in given else fake_model()  # a compiled one has no truth value
     given = {"dataset": rows, "rewards": lambda completion_ids: float(completion_ids[0] % 7), **given}
     given = {"tokenizer": ByteTokenizer(), **given}
     return MoEGRPOTrainer(model, config=config, engine=fleet, **given)
