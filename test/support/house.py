@@ -115,7 +115,7 @@ def update() -> Trace:
 
 
 def step() -> Trace:
-    """The third step of ``MoEGRPOTrainer`` of four."""
+    """Steps of ``MoEGRPOTrainer`` between the first and the last; several, since answers are made ahead of them."""
     from tensordict import set_list_to_stack
 
     from support.training import fake_config, fake_fleet, fake_run
@@ -125,11 +125,12 @@ def step() -> Trace:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(set_list_to_stack(True))
         fleet = stack.enter_context(fake_fleet())
-        trainer = stack.enter_context(fake_run(fleet, fake_config(Path(folder), 4)))
+        trainer = stack.enter_context(fake_run(fleet, fake_config(Path(folder), 8)))
         for _ in range(2):  # what happens once only
             trainer.step()
         with trace.running():
-            trainer.step()
+            for _ in range(4):
+                trainer.step()
     return trace
 
 
