@@ -102,9 +102,9 @@ def test_normalised_weights_have_a_mean_of_one(names: Any, of_tokens: list[float
     assert found[MASK].tolist() == pytest.approx(of_tokens)
     assert found[~MASK].tolist() == [0]
     assert apply(names, mean=sum(of_tokens) / 3)[0] == pytest.approx(expected, nan_ok=True)
-    weights, kept = apply(["mis", "snis"], mean=0.0, mis=0.1)
-    assert kept == [_, _, _]  # a batch without weight is not divided by 0
-    assert all(map(math.isnan, weights))
+    corrections = Corrections(["mis", "snis"], Thresholds(mis=0.1), "recomputed")
+    weight, kept = corrections(RATIOS, ADVANTAGE, None, torch.tensor(0.0))
+    assert not weight.any() and not kept[MASK].any()  # a batch without weight is not divided by 0
 
 
 def test_weights_are_constants() -> None:

@@ -250,6 +250,9 @@ def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> 
             router_loss.totals(parts, routes="x", num_experts=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"routes hold expert \d+, allowed are 0..1"):
         router_loss.totals(parts, routes=("train_routed_experts", "full"), num_experts=2)
+    td[0]["train_routed_experts", "full"] = td[0]["train_routed_experts", "full"][1:]
+    with pytest.raises(ValueError, match=r"of sample 0 must have shape \[5, L, K\], got \[4, 4, 4\]"):
+        router_loss.totals([td], routes=("train_routed_experts", "full"), num_experts=16)
 
 
 def test_router_logits_and_loads_that_are_none_are_refused() -> None:
