@@ -418,6 +418,27 @@ def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(collect_in_turns:
     assert [asked(restored.next()) for _ in range(3)] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
 
 
+def test_a_state_is_not_loaded_while_a_batch_is_made(
+    collect_in_turns: InTurns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: dict[str, Any] = {}
+    whole = []
+
+    def begin(collector: RayCollector, method: str, *arguments: Any) -> Any:
+        if "load_state_dict" in arguments:  # calls of an actor run side by side, and may start in another order
+            whole.append(collector._is_done(begun["next"]))
+        begun[method] = plain_begin(collector, method, *arguments)
+        return begun[method]
+
+    plain_begin = RayCollector._begin
+    monkeypatch.setattr(RayCollector, "_begin", begin)
+    collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
+    start = collector.state_dict()
+    assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
+    collector.load_state_dict(start)
+    assert (asked(collector.next()), whole) == (["q0", "q1"], [True])
+
+
 def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(collect_in_turns: InTurns) -> None:
     collector = collect_in_turns(sync_iter=False, total_dialog_turns=16)
     assert asked(collector.next()) == ["q0", "q1"]
@@ -518,24 +539,3 @@ def test_the_actor_ends_with_its_driver_and_when_the_collector_is_forgotten(ray_
             until(lambda: is_gone(pid))
         finally:
             driver.kill()
-
-
-def test_a_state_is_not_loaded_while_a_batch_is_made(
-    collect_in_turns: InTurns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: dict[str, Any] = {}
-    whole = []
-
-    def begin(collector: RayCollector, method: str, *arguments: Any) -> Any:
-        if "load_state_dict" in arguments:  # calls of an actor run side by side, and may start in another order
-            whole.append(collector._is_done(begun["next"]))
-        begun[method] = plain_begin(collector, method, *arguments)
-        return begun[method]
-
-    plain_begin = RayCollector._begin
-    monkeypatch.setattr(RayCollector, "_begin", begin)
-    collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
-    start = collector.state_dict()
-    assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
-    collector.load_state_dict(start)
-    assert (asked(collector.next()), whole) == (["q0", "q1"], [True])

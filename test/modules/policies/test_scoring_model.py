@@ -264,11 +264,12 @@ def test_another_thread_sees_the_model_as_it_is() -> None:
         return shape, other(INPUTS, selection())[0]
 
     def start(*_: Any) -> None:
-        if not found:
+        if not begun.is_set():  # the other thread comes here, too
+            begun.set()
             found.append(pool.submit(elsewhere))
             assert done.wait(60)
 
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         hook = model.model.register_forward_hook(start)  # between the body and the head of a scoring pass
         ours = scoring(INPUTS, selection())[0]
