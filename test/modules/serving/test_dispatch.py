@@ -202,6 +202,7 @@ def test_a_message_that_was_half_sent_is_taken_back_and_the_others_finish(serve:
     assert [replica.asked("abort") for replica in replicas(lb)] == [[], ["b", "e"], []]
     assert lb.inflight == [0, 0, 0]
     for replica in replicas(lb):
+        until(lambda replica=replica: replica.call(Engine.stats, 1.0).running == 0)
         replica.script, replica.token_seconds = {}, 0.0
     assert len(run(lb, "abcdef")) == 6
 
