@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from support.waiting import in_thread, until
@@ -17,12 +19,14 @@ Interrupt = Callable[[Callable[[], Any]], None]
 def interrupts(heard: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
     """Raises a ``KeyboardInterrupt`` in this thread once a condition holds, also where a shell ignores Ctrl-C.
 
-    The signal is sent until it is heard: one that comes as a thread is about to wait for a lock may not wake it.
+    The signal is sent until it is heard: one that comes as a thread is about to wait for a lock may not wake it, and an
+    error in a ``__del__`` goes nowhere.
     """
     asked = threading.Event()
 
-    def handle(*_: object) -> None:
-        if asked.is_set():
+    def handle(_: int, frame: FrameType | None) -> None:
+        in_del = any(one.f_code.co_name == "__del__" for one, _ in traceback.walk_stack(frame))
+        if asked.is_set() and not in_del:
             asked.clear()
             heard()
             raise KeyboardInterrupt
