@@ -292,7 +292,11 @@ def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: CaptureFixture[str
     folder, model = saved(1, tmp_path / "mine"), tmp_path / "run" / "model"
     with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder)) as trainer:
         head = trainer.policy_model.model.lm_head.weight.data
-        trainer.register_op("post_steps", lambda: (head.add_(1), None)[1])
+
+        def change() -> None:
+            head.add_(1)
+
+        trainer.register_op("post_steps", change)
         trainer.train()
         weights = {name: weight.clone() for name, weight in trainer.policy_model.trained.items()}
 

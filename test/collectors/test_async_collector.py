@@ -34,9 +34,6 @@ from torchrl_moe.testing import FakeAsyncVLLM
 Collect = Callable[..., AsyncLLMCollector]
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
 # -- staleness --------------------------------------------------------------------------------------------------------
 def test_requests_ask_for_weights_that_are_new_enough(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """At version 5 with S = 1: the batch that is awaited may be one behind, the one after it may not."""
@@ -52,6 +49,11 @@ def test_requests_ask_for_weights_that_are_new_enough(collect: Collect, engine: 
     next(iter(collect(groups_per_batch=2, max_staleness=1, order="fifo")))
     until(lambda: len(asked) >= 8)
     assert sorted(asked[:8]) == [4] * 4 + [5] * 4
+
+
+def slow(engine: FakeAsyncVLLM, token_seconds: float) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = token_seconds
 
 
 def test_no_more_answers_are_generated_at_a_time_than_asked_for(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -71,24 +73,60 @@ def test_no_more_answers_are_generated_at_a_time_than_asked_for(collect: Collect
     assert most[0] == 3
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-def slow(engine: FakeAsyncVLLM, token_seconds: float) -> None:
-    for replica in engine.replicas:
-        replica.token_seconds = token_seconds
+# -- data, filters, seeds ---------------------------------------------------------------------------------------------
+def test_the_data_ends_after_the_last_whole_batch(collect: Collect) -> None:
+    batches = iter(collect(groups_per_batch=3, dataloader=iter(list(Questions(7))), order="fifo"))
+    assert queries(next(batches))[::2] == ["q0", "q1", "q2"]
+    assert queries(next(batches))[::2] == ["q3", "q4", "q5"]
+    with pytest.raises(ValueError, match="the dataloader yields nothing"):
+        next(batches)
+
+
+def dataset_env() -> Any:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    return env.append_transform(StepCounter(max_steps=1))
+
+
+def test_an_environment_brings_its_data_and_its_repeats_and_what_is_given_wins() -> None:
+    env, given = dataset_env(), Questions(3)
+    source = source_of(env, None, None)
+    assert (source.env.batch_size, source.make, source.group_size) == ((4,), None, 4)
+    assert isinstance(source.dataloader, Questions)
+    assert [type(transform) for transform in source.env.transform][1:] == [StepCounter]
+    assert (env.batch_size, len(env.transform), len(env.reset().get("query"))) == ((16,), 2, 16)  # it is left alone
+    fewer = source_of(dataset_env(), given, 2)
+    assert (fewer.env.batch_size, fewer.group_size, fewer.dataloader) == ((2,), 2, given)
+    make = source_of(dataset_env, None, None).make
+    assert make is not None and make().batch_size == (4,) and make() is not make()
+    assert source_of(lambda: chat(1), Questions(), 8).env.batch_size == (1,)  # one of one sample stays so
 
 
 def is_odd(rows: Any) -> bool:
     return int(rows[0]["query"][1:]) % 2 == 1
 
 
-ENDLESS = r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"
-DROPPED = r"8 groups were dropped .* group_filter rejects them"
-
-
 def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Collect) -> None:
     collector = collect(groups_per_batch=2, group_filter=is_odd, order="fifo", max_staleness=0)
     assert [queries(batch)[::2] for batch in islice(collector, 2)] == [["q1", "q3"], ["q5", "q7"]]
     assert collector.stats()["collector/groups_dropped/filtered"] == 4
+
+
+def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
+    asked: list[Any] = []
+    collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
+    next(iter(collector))
+    assert len(asked) >= 2
+
+
+def test_answers_of_a_group_have_seeds_of_their_own(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 2, "seed": 5})
+    next(iter(collect(policy=policy, groups_per_batch=3, max_staleness=0)))
+    assert sorted(request.sampling_params["seed"] for request in submitted(engine)) == [5, 6, 7, 8, 9, 10]
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+ENDLESS = r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"
+DROPPED = r"8 groups were dropped .* group_filter rejects them"
 
 
 @pytest.mark.parametrize(("groups_per_batch", "calls"), [(1, 9), (12, 13)])
@@ -137,12 +175,6 @@ def test_what_is_just_within_its_limits_gives_batches(collect: Collect) -> None:
         assert batch["next", "step_count"].flatten().tolist() == steps
 
 
-def test_answers_of_a_group_have_seeds_of_their_own(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 2, "seed": 5})
-    next(iter(collect(policy=policy, groups_per_batch=3, max_staleness=0)))
-    assert sorted(request.sampling_params["seed"] for request in submitted(engine)) == [5, 6, 7, 8, 9, 10]
-
-
 def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(heartbeat_timeout=0.5)
     for replica in engine.replicas:
@@ -173,6 +205,35 @@ def test_an_answer_that_somebody_aborts_is_no_answer(collect: Collect, engine: F
     with pytest.raises(EngineError, match=r"request '.*' was aborted") as caught:
         waiting.result(60)
     assert len(caught.value.partial) == 1  # type: ignore[attr-defined]
+
+
+def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
+    collect: Collect, engine: FakeAsyncVLLM
+) -> None:
+    batches = iter(collect(groups_per_batch=2, max_staleness=0))
+    next(batches)
+    engine.replicas[0].version = 1
+    engine.replica_table.set_version(0, 1)
+    engine.replicas[0].die()
+    late = threading.Timer(0.3, new_weights, (engine, 1))
+    late.start()
+    assert next(batches).get("policy_version").tolist() == [1] * 4
+    late.join()
+
+
+def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
+
+    over = threading.Event()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        return float(over.wait(60))
+
+    collector = collect(episode, groups_per_batch=2, heartbeat_timeout=0.5)
+    with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
+        in_thread(lambda: next(iter(collector))).result(50)
+    over.set()
 
 
 # -- buffers, pauses, ends --------------------------------------------------------------------------------------------
@@ -341,41 +402,22 @@ def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
         second.load_state_dict(state)
 
 
-def test_the_data_ends_after_the_last_whole_batch(collect: Collect) -> None:
-    batches = iter(collect(groups_per_batch=3, dataloader=iter(list(Questions(7))), order="fifo"))
-    assert queries(next(batches))[::2] == ["q0", "q1", "q2"]
-    assert queries(next(batches))[::2] == ["q3", "q4", "q5"]
-    with pytest.raises(ValueError, match="the dataloader yields nothing"):
-        next(batches)
+def test_a_checkpoint_counts_ages_from_the_newest_weights(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    """Those of groups that a restored collector has not put in line yet, too; what is too old is dropped by them."""
 
+    def ages(collector: AsyncLLMCollector) -> list[int]:
+        return [entry["age"] for entry in collector.state_dict()["ready"]]
 
-def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
-    collect: Collect, engine: FakeAsyncVLLM
-) -> None:
-    batches = iter(collect(groups_per_batch=2, max_staleness=0))
-    next(batches)
-    engine.replicas[0].version = 1
-    engine.replica_table.set_version(0, 1)
-    engine.replicas[0].die()
-    late = threading.Timer(0.3, new_weights, (engine, 1))
-    late.start()
-    assert next(batches).get("policy_version").tolist() == [1] * 4
-    late.join()
-
-
-def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
-
-    over = threading.Event()
-
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        return float(over.wait(60))
-
-    collector = collect(episode, groups_per_batch=2, heartbeat_timeout=0.5)
-    with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
-        in_thread(lambda: next(iter(collector))).result(50)
-    over.set()
+    first = collect(groups_per_batch=1, max_staleness=3, order="fifo")
+    next(iter(first))
+    until(lambda: first._schedule.ready_groups == 3)
+    new_weights(engine, 2)
+    assert ages(first) == [2, 2, 2]
+    second = collect(groups_per_batch=1, max_staleness=0, order="fifo")  # has one group in line at a time
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    new_weights(engine, 3)
+    assert ages(second) == [3, 3]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -408,48 +450,13 @@ def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monke
     ],
 )
 def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM, kwargs: dict[str, Any], words: str) -> None:
-    policy = policy_of(engine, **{name: kwargs.pop(name) for name in ("num_samples",) if name in kwargs})
-    arguments = {"env": chat(2), "policy": policy, "dataloader": Questions(), "group_size": 2, **kwargs}
+    of_policy = {name: value for name, value in kwargs.items() if name == "num_samples"}
+    given = {name: value for name, value in kwargs.items() if name not in of_policy}
+    policy = policy_of(engine, **of_policy)
+    arguments = {"env": chat(2), "policy": policy, "dataloader": Questions(), "group_size": 2, **given}
     kind = TypeError if kwargs in ({"policy": print}, {"env": 3}) else ValueError
     with pytest.raises(kind, match=words):
         AsyncLLMCollector(**arguments)
-
-
-def test_a_checkpoint_counts_ages_from_the_newest_weights(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    """Those of groups that a restored collector has not put in line yet, too; what is too old is dropped by them."""
-
-    def ages(collector: AsyncLLMCollector) -> list[int]:
-        return [entry["age"] for entry in collector.state_dict()["ready"]]
-
-    first = collect(groups_per_batch=1, max_staleness=3, order="fifo")
-    next(iter(first))
-    until(lambda: first._schedule.ready_groups == 3)
-    new_weights(engine, 2)
-    assert ages(first) == [2, 2, 2]
-    second = collect(groups_per_batch=1, max_staleness=0, order="fifo")  # has one group in line at a time
-    second.load_state_dict(first.state_dict())
-    next(iter(second))
-    new_weights(engine, 3)
-    assert ages(second) == [3, 3]
-
-
-def dataset_env() -> Any:
-    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
-    return env.append_transform(StepCounter(max_steps=1))
-
-
-def test_an_environment_brings_its_data_and_its_repeats_and_what_is_given_wins() -> None:
-    env, given = dataset_env(), Questions(3)
-    source = source_of(env, None, None)
-    assert (source.env.batch_size, source.make, source.group_size) == ((4,), None, 4)
-    assert isinstance(source.dataloader, Questions)
-    assert [type(transform) for transform in source.env.transform][1:] == [StepCounter]
-    assert (env.batch_size, len(env.transform), len(env.reset().get("query"))) == ((16,), 2, 16)  # it is left alone
-    fewer = source_of(dataset_env(), given, 2)
-    assert (fewer.env.batch_size, fewer.group_size, fewer.dataloader) == ((2,), 2, given)
-    make = source_of(dataset_env, None, None).make
-    assert make is not None and make().batch_size == (4,) and make() is not make()
-    assert source_of(lambda: chat(1), Questions(), 8).env.batch_size == (1,)  # one of one sample stays so
 
 
 @pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
@@ -476,10 +483,3 @@ def test_each_setting_takes_a_value_or_refuses_it_by_its_name(name: str) -> None
             Schedule(settings.groups_per_batch, settings.max_staleness, settings.order, settings.window)
         except ValueError as error:
             assert name in str(error), (value, str(error))
-
-
-def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
-    asked: list[Any] = []
-    collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
-    next(iter(collector))
-    assert len(asked) >= 2

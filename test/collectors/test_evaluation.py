@@ -81,7 +81,8 @@ def test_an_environment_can_be_used_again_and_those_that_were_made_are_closed(en
         return one
 
     policy, env = policy_of(engine), make()
-    assert queries(evaluate(policy, env, 2, Questions())) == queries(evaluate(policy, env, 2, Questions()))
+    for _ in range(2):
+        assert queries(evaluate(policy, env, 2, Questions())) == ["q0", "q1"]
     evaluate(policy, make, 2, Questions())
     assert len(made) > 1
     assert {id(one) for one in closed} == {id(one) for one in made[1:]}

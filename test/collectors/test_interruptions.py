@@ -99,6 +99,27 @@ def test_two_threads_share_the_batches(collect: Collect) -> None:
     assert sorted(seen) == sorted(f"q{i}" for i in range(20))
 
 
+def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_the_others(
+    collect: Collect, engine: FakeAsyncVLLM
+) -> None:
+    judged, over = threading.Event(), threading.Event()
+
+    def judge(query: str) -> float:
+        if query == "q0":
+            judged.set()
+            over.wait(60)
+        return 1.0
+
+    collector = collect(chat(1, reward=judge), max_staleness=0, on_stale="drop")
+    trainer = in_thread(lambda: prompts(next(iter(collector))))
+    assert judged.wait(60)
+    new_weights(engine, 1)
+    collector.increment_version()
+    until(lambda: collector.stats()["collector/refills"] == 2)
+    over.set()
+    assert trainer.result(60) == ["q2", "q3"]
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 def test_a_shutdown_by_another_thread_ends_the_iteration(collect: Collect, engine: FakeAsyncVLLM) -> None:
     engine.pause()
@@ -178,27 +199,6 @@ def test_a_forked_process_is_refused_and_its_parent_continues(collect: Collect) 
         collector.shutdown()
 
     assert (exit_code_of(child), prompts(next(batches))) == (0, ["q2", "q3"])
-
-
-def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_the_others(
-    collect: Collect, engine: FakeAsyncVLLM
-) -> None:
-    judged, over = threading.Event(), threading.Event()
-
-    def judge(query: str) -> float:
-        if query == "q0":
-            judged.set()
-            over.wait(60)
-        return 1.0
-
-    collector = collect(chat(1, reward=judge), max_staleness=0, on_stale="drop")
-    trainer = in_thread(lambda: prompts(next(iter(collector))))
-    assert judged.wait(60)
-    new_weights(engine, 1)
-    collector.increment_version()
-    until(lambda: collector.stats()["collector/refills"] == 2)
-    over.set()
-    assert trainer.result(60) == ["q2", "q3"]
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

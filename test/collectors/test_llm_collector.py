@@ -221,9 +221,10 @@ def test_a_pause_ends_at_a_batchs_border(engine: FakeAsyncVLLM) -> None:
 
     collector = running(engine, reward=reward)
     collector.start()
-    reached.wait(60)
+    assert reached.wait(60)
     pausing = collector.pause()
     pause = in_thread(pausing.__enter__)  # waits for the second batch
+    until(lambda: collector._pausing)
     assert not pause.done()
     go_on.set()
     pause.result(60)
@@ -284,8 +285,9 @@ def test_a_shutdown_by_another_thread_ends_the_iteration_after_its_batch(engine:
 
     collector = collector_of(engine, env_of(reward=reward))
     batches = in_thread(lambda: list(iter(collector.iterator())))
-    reached.wait(60)
+    assert reached.wait(60)
     shutdown = in_thread(collector.shutdown)
+    until(lambda: collector._stop)
     go_on.set()
     shutdown.result(60)
     assert [asked_of(batch) for batch in batches.result(60)] == [["q0", "q1", "q2", "q3"]]

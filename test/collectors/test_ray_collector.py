@@ -366,6 +366,37 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
         collector.stats()
 
 
+DRIVER = """
+import os, sys, time
+import ray, torch
+from support.collecting import Questions, chat
+from support.remote_hosts import fake_policy
+from torchrl_moe.collectors import RayAsyncLLMCollector
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+collector = RayAsyncLLMCollector(chat(2), policy_factory=fake_policy(), dataloader=Questions(), group_size=2)
+collector.set_post_collect_hook(lambda batch: batch.set("pid", torch.full(batch.shape, os.getpid())))
+print(int(collector.next().get("pid")[0]), flush=True)
+if sys.argv[2] == "forgets":
+    del collector
+time.sleep(600)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["forgets", "is killed"])
+def test_the_actor_ends_with_its_driver_and_when_the_collector_is_forgotten(ray_cluster: Any, how: str) -> None:
+    command = [sys.executable, "-c", DRIVER, ray_cluster.address, how]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            pid = int(driver.stdout.readline())
+            if how == "is killed":
+                driver.kill()
+            until(lambda: is_gone(pid))
+        finally:
+            driver.kill()
+
+
 # -- the other local collector ----------------------------------------------------------------------------------------
 @pytest.fixture
 def collect_in_turns(collect: Make) -> InTurns:
@@ -450,7 +481,7 @@ def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(collect_in_tur
     assert collector.next() is None
 
 
-# -- several over one engine ------------------------------------------------------------------------------------------
+# -- over an engine in Ray --------------------------------------------------------------------------------------------
 @pytest.fixture
 def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
     """A service over the toy engine, under the name "shared"."""
@@ -508,34 +539,3 @@ def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(actor: Any, toys: Async
         assert list(Counter(queries(batch.reshape(-1))).values()) == [2, 2]
     collector.shutdown()
     assert toys.generate([1], use_tqdm=False).outputs[0].token_ids.tolist() == [2]  # it continues
-
-
-DRIVER = """
-import os, sys, time
-import ray, torch
-from support.collecting import Questions, chat
-from support.remote_hosts import fake_policy
-from torchrl_moe.collectors import RayAsyncLLMCollector
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-collector = RayAsyncLLMCollector(chat(2), policy_factory=fake_policy(), dataloader=Questions(), group_size=2)
-collector.set_post_collect_hook(lambda batch: batch.set("pid", torch.full(batch.shape, os.getpid())))
-print(int(collector.next().get("pid")[0]), flush=True)
-if sys.argv[2] == "forgets":
-    del collector
-time.sleep(600)
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["forgets", "is killed"])
-def test_the_actor_ends_with_its_driver_and_when_the_collector_is_forgotten(ray_cluster: Any, how: str) -> None:
-    command = [sys.executable, "-c", DRIVER, ray_cluster.address, how]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
-        try:
-            pid = int(driver.stdout.readline())
-            if how == "is killed":
-                driver.kill()
-            until(lambda: is_gone(pid))
-        finally:
-            driver.kill()

@@ -302,6 +302,28 @@ def test_a_shutdown_cancels_it_and_aborts_its_answers(collect: Collect, engine: 
     until(lambda: not running(engine))
 
 
+def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    held = threading.Barrier(3)  # both samples of the group, and who updates the weights
+    cancelled: list[str] = []
+
+    async def end(query: str) -> float:
+        if query != "q1":
+            return 1.0
+        arrived = asyncio.create_task(asyncio.to_thread(held.wait, 60))
+        try:
+            return await for_ever(query)
+        except asyncio.CancelledError:
+            cancelled.append("q1")
+            await arrived
+            raise
+
+    update = in_thread(lambda: (held.wait(60), new_weights(engine, 1)))
+    batch = next(iter(collect(then(end), max_staleness=0, on_stale="drop", groups_per_batch=2)))
+    update.result()
+    assert "q1" not in queries(batch)
+    assert cancelled == ["q1", "q1"]
+
+
 # -- its time ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +372,7 @@ def test_an_answer_that_nobody_waits_for_is_refused_and_aborted(engine: FakeAsyn
     assert lost[0].cancelled()
 
 
-# -- a conversation: which ids a prompt sends, what its rows hold, and what is refused -------------------------------
+# -- a conversation: which ids a prompt sends, what its rows hold, and what is refused --------------------------------
 def talk(policy: vLLMWrapper, script: Callable[[Conversation], Awaitable[Any]]) -> tuple[Conversation, Any]:
     """The conversation that a script had about ``query="q"``, and what the script returned."""
 
@@ -581,25 +603,3 @@ def test_what_is_written_into_the_data_stands_in_every_row_and_after_its_end_not
         asyncio.run(asks[0]("three"))
     with pytest.raises(ValueError, match="asked for no answer"):
         play(engine, of_nothing)
-
-
-def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    held = threading.Barrier(3)  # both samples of the group, and who updates the weights
-    cancelled: list[str] = []
-
-    async def end(query: str) -> float:
-        if query != "q1":
-            return 1.0
-        arrived = asyncio.create_task(asyncio.to_thread(held.wait, 60))
-        try:
-            return await for_ever(query)
-        except asyncio.CancelledError:
-            cancelled.append("q1")
-            await arrived
-            raise
-
-    update = in_thread(lambda: (held.wait(60), new_weights(engine, 1)))
-    batch = next(iter(collect(then(end), max_staleness=0, on_stale="drop", groups_per_batch=2)))
-    update.result()
-    assert "q1" not in queries(batch)
-    assert cancelled == ["q1", "q1"]

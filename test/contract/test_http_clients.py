@@ -36,8 +36,8 @@ def client(server: HttpServer) -> Iterator[openai.OpenAI]:
 
 
 def text_of(made: Any) -> str:
-    """Of an answer to a chat, whole or as a stream."""
-    if isinstance(made, openai.Stream):
+    """Of an answer to a chat: whole, a stream, or its chunks."""
+    if isinstance(made, openai.Stream | list):
         return "".join(choice.delta.content or "" for chunk in made for choice in chunk.choices)
     return made.choices[0].message.content or ""
 
@@ -60,8 +60,7 @@ def test_a_stop_string_is_never_shown_in_part(client: openai.OpenAI, included: b
     place = next(i for i in range(30, 110) if text[i : i + 3].isascii() and text.find(text[i : i + 3]) == i)
     stop = text[place : place + 3]
     chunks = list(client.chat.completions.create(**asked, stop=[stop], stream=True, extra_body=more))
-    shown = "".join(c.delta.content or "" for one in chunks for c in one.choices)
-    assert shown == text[: place + 3 * included]
+    assert text_of(chunks) == text[: place + 3 * included]
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 

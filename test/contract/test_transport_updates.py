@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,15 @@ def fleet(connect: Connect) -> Fleet:
     return fleets(connect)
 
 
+def meet_at(barrier: threading.Barrier) -> Callable[[int], None]:
+    """For a replica's faults: it fails at nothing, and waits for the others there."""
+
+    def wait(asked: int) -> None:
+        barrier.wait(60.0)
+
+    return wait
+
+
 # -- what succeeds ----------------------------------------------------------------------------------------------------
 def test_every_replica_gets_the_weights_and_the_version(fleet: Fleet) -> None:
     engine, sender = fleet(3)
@@ -89,6 +98,23 @@ def test_the_steps_may_be_taken_by_themselves(fleet: Fleet) -> None:
     assert staged[0].digest == sender.apply(version, staged).digest  # type: ignore[union-attr]
     assert engine.versions == [1, 1]
     assert sender.apply(version).failed == {}  # again, and checked by itself
+
+
+def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet) -> None:
+    engine, sender = fleet(2, keep_versions=3)
+    for number in (1, 2, 3):
+        sender.update_weights(weights(number))
+    report = sender.rollback(2)
+    assert (report.version, report.failed, engine.versions) == (4, {}, [4, 4])
+    assert values(engine) == [2.0, 2.0]
+    engine.restart(1)
+    sender.bring(1)
+    assert (value_in(engine, 1), engine.versions) == (2.0, [4, 4])
+    for number in (5, 6):
+        assert (sender.update_weights(weights(number)).version, value_in(engine, 0)) == (number, number)
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \["):
+        sender.rollback(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
 
 
 def test_updates_from_many_threads_take_turns(fleet: Fleet) -> None:
@@ -181,7 +207,7 @@ def test_a_replica_that_dies_is_dead_whichever_thread_detects_it(connect: Connec
     assert sender.update_weights(weights()).failed == {0: "the replica is DEAD"}
 
 
-# -- another replica in the place of one that died --------------------------------------------------------------------
+# -- replicas that come late, or in the place of one that died --------------------------------------------------------
 def test_who_came_after_the_staging_is_not_swapped(fleet: Fleet) -> None:
     engine, sender = fleet(2)
     version = sender.publish(weights())
@@ -220,6 +246,80 @@ def test_one_that_was_not_asked_to_prepare_is_named(fleet: Fleet) -> None:
     version = sender.publish(weights())
     report = sender.apply(version, sender.prefetch(version, [0]), replicas=[0, 1])
     assert report.failed == {1: "it was not asked to prepare the version: prefetch() it there too"}
+
+
+def test_a_starting_replica_is_left_alone_until_it_is_named(fleet: Fleet) -> None:
+    engine, sender = fleet(3, late=[1])
+    assert sender.update_weights(weights(4)).failed == {1: "the replica is STARTING"}
+    assert (engine.fakes[1].asked, engine.states) == ({}, ["SERVING", "STARTING", "SERVING"])
+    swapped = engine.fakes[0].asked["swap_weights"]
+    report = sender.apply(sender.version, replicas=[1])
+    assert ([entry.replica for entry in report.replicas], report.failed) == ([1], {})
+    assert engine.fakes[0].asked["swap_weights"] == swapped
+    assert (engine.states, engine.versions, value_in(engine, 1)) == (["SERVING"] * 3, [1, 1, 1], 4.0)
+    command, _, states = engine.log[-1]
+    assert (command, states) == ("swap_weights", ["SERVING", "STARTING", "SERVING"])  # no request until it holds them
+
+
+@pytest.mark.parametrize(("fault", "state"), [(soft(0, 1), LOST), (RESTORED, "STARTING")])
+def test_a_late_replica_that_fails_is_not_put_into_service(fleet: Fleet, fault: Any, state: str) -> None:
+    engine, sender = fleet(2, late=[1])
+    sender.update_weights(weights())
+    engine.fakes[1].fail["swap_weights"] = fault
+    assert sender.apply(1, replicas=[1]).failed == {1: "it went wrong"}  # the other still holds it
+    assert engine.states == ["SERVING", state]
+
+
+def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
+    sender.update_weights(weights(6))
+    new = engine.restart(1)
+    assert engine.states == ["SERVING", "STARTING"]
+    assert sender.apply(1, replicas=[1]).failed == {}
+    assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
+    assert value_in(engine, 1) == 6.0
+
+
+def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
+    sender.update_weights(weights(6))
+    sender.update_weights(weights(7))
+    engine.restart(1)
+    assert engine.weight_sync is not None
+    for _ in range(2):  # once is enough
+        engine.weight_sync(1)
+        assert (engine.states, engine.versions, value_in(engine, 1)) == (["SERVING"] * 2, [2, 2], 7.0)
+    assert [fake.asked["swap_weights"] for fake in engine.fakes] == [2, 1]  # the other was left alone
+
+
+def test_before_anything_was_sent_a_restarted_replica_serves_its_checkpoint(connect: Connect) -> None:
+    engine = FakeFleet(2, late=[1])
+    connect(engine).bring(1)
+    assert (engine.states, engine.fakes[1].asked) == (["SERVING"] * 2, {})
+
+
+def test_a_replica_that_cannot_be_brought_says_so(fleet: Fleet) -> None:
+    engine, sender = fleet(3)
+    sender.update_weights(weights())
+    engine.restart(1).fail["stage_weights"] = always(EngineError("out of memory"))
+    with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 1: out of memory"):
+        sender.bring(1)
+    assert engine.states == ["SERVING", "STARTING", "SERVING"]
+
+
+def test_a_replica_does_not_serve_its_checkpoint_beside_weights_of_an_earlier_sender(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    first = connect(engine)
+    first.update_weights(weights(1))
+    first.shutdown()
+    second = connect(engine)
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
+        second.bring(1)
+    assert engine.states == ["SERVING", "STARTING"]
+    second.update_weights(weights(2))
+    second.bring(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
 
 
 # -- how many must hold it --------------------------------------------------------------------------------------------
@@ -296,7 +396,7 @@ def test_no_more_are_away_than_rolling_and_min_serving_allow(fleet: Fleet, choic
     engine, sender = fleet(4, **choices)
     together = threading.Barrier(most)
     for replica in engine.fakes:
-        replica.fail["swap_weights"] = lambda asked: [None, together.wait(60.0)][0]
+        replica.fail["swap_weights"] = meet_at(together)
     for number in (1, 2):
         report = sender.update_weights(weights(number))
         assert (report.failed, [entry.replica for entry in report.replicas]) == ({}, [0, 1, 2, 3])
@@ -380,33 +480,12 @@ def test_an_update_of_many_continues_without_a_few(fleet: Fleet) -> None:
 def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> None:
     engine, together = FakeFleet(16), threading.Barrier(16)
     for fake in engine.fakes:
-        fake.fail["init_weights"] = lambda asked: [None, together.wait(60.0)][0]
+        fake.fail["init_weights"] = meet_at(together)
     connect(engine, timeout_seconds=60.0)
     assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
 
 
-def test_a_collector_counts_the_updates_that_took_effect(fleet: Fleet) -> None:
-    (engine, sender), collector, forgotten = fleet(2, min_serving=1), UpdateCounter(), UpdateCounter()
-    sender.register_collector(collector)
-    sender.register_collector(forgotten)
-    del forgotten
-    sender.update_weights(weights())
-    assert collector.count == 1
-    with pytest.raises(ManifestMismatch):
-        sender.update_weights({"a": weights()["a"]})
-    assert collector.count == 1
-    engine.fakes[1].fail["stage_weights"] = always(EngineError("no"))
-    version = sender.update_weights(weights()).version
-    engine.fakes[1].fail.clear()
-    sender.apply(version, replicas=[1])  # the same update
-    assert collector.count == 2
-    for replica in engine.fakes:
-        replica.fail["stage_weights"] = always(EngineError("no"))
-    with pytest.raises(WeightSyncError):
-        sender.update_weights(weights())
-    assert collector.count == 2
-
-
+# -- wrong versions ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "bad",
     [
@@ -436,78 +515,27 @@ def test_only_the_last_version_can_be_applied(connect: Connect) -> None:
         sender.apply(1)
 
 
-def test_a_starting_replica_is_left_alone_until_it_is_named(fleet: Fleet) -> None:
-    engine, sender = fleet(3, late=[1])
-    assert sender.update_weights(weights(4)).failed == {1: "the replica is STARTING"}
-    assert (engine.fakes[1].asked, engine.states) == ({}, ["SERVING", "STARTING", "SERVING"])
-    swapped = engine.fakes[0].asked["swap_weights"]
-    report = sender.apply(sender.version, replicas=[1])
-    assert ([entry.replica for entry in report.replicas], report.failed) == ([1], {})
-    assert engine.fakes[0].asked["swap_weights"] == swapped
-    assert (engine.states, engine.versions, value_in(engine, 1)) == (["SERVING"] * 3, [1, 1, 1], 4.0)
-    command, _, states = engine.log[-1]
-    assert (command, states) == ("swap_weights", ["SERVING", "STARTING", "SERVING"])  # no request until it holds them
-
-
-@pytest.mark.parametrize(("fault", "state"), [(soft(0, 1), LOST), (RESTORED, "STARTING")])
-def test_a_late_replica_that_fails_is_not_put_into_service(fleet: Fleet, fault: Any, state: str) -> None:
-    engine, sender = fleet(2, late=[1])
+# -- senders ----------------------------------------------------------------------------------------------------------
+def test_a_collector_counts_the_updates_that_took_effect(fleet: Fleet) -> None:
+    (engine, sender), collector, forgotten = fleet(2, min_serving=1), UpdateCounter(), UpdateCounter()
+    sender.register_collector(collector)
+    sender.register_collector(forgotten)
+    del forgotten
     sender.update_weights(weights())
-    engine.fakes[1].fail["swap_weights"] = fault
-    assert sender.apply(1, replicas=[1]).failed == {1: "it went wrong"}  # the other still holds it
-    assert engine.states == ["SERVING", state]
-
-
-def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    sender.update_weights(weights(6))
-    new = engine.restart(1)
-    assert engine.states == ["SERVING", "STARTING"]
-    assert sender.apply(1, replicas=[1]).failed == {}
-    assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
-    assert value_in(engine, 1) == 6.0
-
-
-def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    sender.update_weights(weights(6))
-    sender.update_weights(weights(7))
-    engine.restart(1)
-    assert engine.weight_sync is not None
-    for _ in range(2):  # once is enough
-        engine.weight_sync(1)
-        assert (engine.states, engine.versions, value_in(engine, 1)) == (["SERVING"] * 2, [2, 2], 7.0)
-    assert [fake.asked["swap_weights"] for fake in engine.fakes] == [2, 1]  # the other was left alone
-
-
-def test_before_anything_was_sent_a_restarted_replica_serves_its_checkpoint(connect: Connect) -> None:
-    engine = FakeFleet(2, late=[1])
-    connect(engine).bring(1)
-    assert (engine.states, engine.fakes[1].asked) == (["SERVING"] * 2, {})
-
-
-def test_a_replica_that_cannot_be_brought_says_so(fleet: Fleet) -> None:
-    engine, sender = fleet(3)
-    sender.update_weights(weights())
-    engine.restart(1).fail["stage_weights"] = always(EngineError("out of memory"))
-    with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 1: out of memory"):
-        sender.bring(1)
-    assert engine.states == ["SERVING", "STARTING", "SERVING"]
-
-
-def test_a_replica_does_not_serve_its_checkpoint_beside_weights_of_an_earlier_sender(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    first = connect(engine)
-    first.update_weights(weights(1))
-    first.shutdown()
-    second = connect(engine)
-    engine.restart(1)
-    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
-        second.bring(1)
-    assert engine.states == ["SERVING", "STARTING"]
-    second.update_weights(weights(2))
-    second.bring(1)
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
+    assert collector.count == 1
+    with pytest.raises(ManifestMismatch):
+        sender.update_weights({"a": weights()["a"]})
+    assert collector.count == 1
+    engine.fakes[1].fail["stage_weights"] = always(EngineError("no"))
+    version = sender.update_weights(weights()).version
+    engine.fakes[1].fail.clear()
+    sender.apply(version, replicas=[1])  # the same update
+    assert collector.count == 2
+    for replica in engine.fakes:
+        replica.fail["stage_weights"] = always(EngineError("no"))
+    with pytest.raises(WeightSyncError):
+        sender.update_weights(weights())
+    assert collector.count == 2
 
 
 def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Connect) -> None:
@@ -521,23 +549,7 @@ def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Conn
     assert engine.versions == [1, 1]
 
 
-def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet) -> None:
-    engine, sender = fleet(2, keep_versions=3)
-    for number in (1, 2, 3):
-        sender.update_weights(weights(number))
-    report = sender.rollback(2)
-    assert (report.version, report.failed, engine.versions) == (4, {}, [4, 4])
-    assert values(engine) == [2.0, 2.0]
-    engine.restart(1)
-    sender.bring(1)
-    assert (value_in(engine, 1), engine.versions) == (2.0, [4, 4])
-    for number in (5, 6):
-        assert (sender.update_weights(weights(number)).version, value_in(engine, 0)) == (number, number)
-    with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \["):
-        sender.rollback(1)
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
-
-
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("step", ["stage_weights", "swap_weights"])
 @pytest.mark.parametrize("mode", ["hot_swap", "drain", "abort_resume"])
 def test_after_a_ctrl_c_in_an_update_the_engine_serves_and_the_next_one_works(

@@ -7,7 +7,6 @@ one runs. ``test_served_harness.py`` has real ones.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -18,6 +17,7 @@ import pytest
 from tensordict import TensorDictBase
 
 from support.collecting import Questions, new_weights, policy_of
+from support.processes import is_gone
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
@@ -330,14 +330,6 @@ def test_a_program_gets_the_url_and_says_what_it_wrote() -> None:
     assert (status, output) == (3, "http://h/sessions/s/v1 http://h/sessions/s k k m\n")
 
 
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 SLEEPER = "import subprocess; print('done', subprocess.Popen(['sleep', '1000']).pid, flush=True)"
 
 
@@ -359,7 +351,7 @@ def test_a_program_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
 
     asyncio.run(cancel())
     own, _, child = numbers.read_text().split()
-    until(lambda: not is_alive(int(own)) and not is_alive(int(child)))
+    until(lambda: is_gone(int(own)) and is_gone(int(child)))
 
 
 def test_a_program_is_not_waited_for_longer_than_it_runs() -> None:
@@ -371,4 +363,4 @@ def test_a_program_is_not_waited_for_longer_than_it_runs() -> None:
     status, output = asyncio.run(run())
     word, number = output.split()
     assert (status, word) == (0, "done")
-    until(lambda: not is_alive(int(number)))
+    until(lambda: is_gone(int(number)))

@@ -370,12 +370,12 @@ def test_an_answer_that_another_text_follows_is_left_as_rendered(session: Sessio
 
 def test_a_rest_that_no_token_begins_is_encoded_again() -> None:
     """In a prompt of text, the answer's last character and the next one may be one token."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     pairs = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges=[("a", "b"), ("b", "c")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, clean_up_tokenization_spaces=False)
-    tokenizer.backend_tokenizer.decoder = __import__("tokenizers").decoders.Fuse()
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     session = SessionStore(tokenizer, LAYOUT).get("s")
     call(session, [2], [0])  # "c", then "a"
     assert tokenizer("cabc", add_special_tokens=False)["input_ids"] == [2, 3, 2]

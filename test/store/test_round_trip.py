@@ -16,8 +16,6 @@ from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.store.folder import pinned
 
-MEMORY = Path("/dev/shm")
-
 
 @pytest.fixture
 def writer(folder: Path) -> WeightStoreWriter:

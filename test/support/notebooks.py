@@ -160,7 +160,7 @@ def _cell_problems(cell: NotebookNode, folder: Path) -> Iterator[str]:
     if "if __name__" in cell.source:
         yield "a guard by __name__ has no meaning in a notebook"
     if cell.cell_type == "code" and re.search(r"^\s*!", cell.source, re.MULTILINE):
-        yield "the site shows no line for a shell: call get_ipython().system"
+        yield "the site cannot show a shell line: call get_ipython().system"
     texts = [cell.source, *(text for output in cell.get("outputs", []) for _, text in _texts(output))]
     for found in {match[0] for text in texts for match in PLACE.finditer(text)}:
         yield f"{found} is a path of one machine"

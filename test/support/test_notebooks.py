@@ -60,7 +60,7 @@ def test_a_head_is_written_and_replaced() -> None:
         (new_code_cell("f()", outputs=[new_output("error", ename="KeyError", evalue="", traceback=[])]), "KeyError"),
         (new_code_cell("f()", outputs=[stream("a warning", "stderr")]), "prints to stderr: 'a warning'"),
         (new_code_cell('if __name__ == "__main__": f()'), "a guard by __name__"),
-        (new_code_cell("if new:\n    !git clone place"), "no line for a shell"),
+        (new_code_cell("if new:\n    !git clone place"), "cannot show a shell line"),
         (new_code_cell("f('/home/me/model')"), "/home/me is a path of one machine"),
         (new_code_cell("f()", outputs=[stream("see /tmp/abc/x.py:3")]), "/tmp/abc is a path of one machine"),
         (new_code_cell("f()", outputs=[shown(text_html="<a href='/root/x'>")]), "/root/x is a path of one machine"),

@@ -1,3 +1,5 @@
+"""The model that engines are compared with takes their side where experts tie, and nowhere else."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,6 +29,15 @@ def test_only_a_tie_is_decided_by_the_other_side(theirs: list[list[int]], expect
     assert side_at_ties(OURS, SCORES, torch.tensor(theirs)).tolist() == expected
 
 
+def exchange(routes: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
+    """Put one expert in the place of the other where only one of the two was chosen; and say where."""
+    has = [(routes == expert).any(-1) for expert in (one, other)]
+    rows = has[0] ^ has[1]
+    table = torch.arange(int(routes.max()) + 1)
+    table[one], table[other] = other, one
+    return torch.where(rows[:, None], table[routes], routes), rows
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_sequence_goes_the_way_of_the_engine_at_a_tie_and_nowhere_else(family: str, tmp_path: Path) -> None:
     reference = Reference(save_tiny_moe(tmp_path, family))
@@ -54,12 +65,3 @@ def test_a_sequence_goes_the_way_of_the_engine_at_a_tie_and_nowhere_else(family:
     theirs[:, 2] = (routes[2] + 1) % 16  # an engine that is wrong stays wrong
     wrong, total = route_mismatches(theirs[:, 2:3], {0: reference(ids, routes=theirs)[1][2]})
     assert wrong > 0.9 * total
-
-
-def exchange(routes: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
-    """Put one expert in the place of the other where only one of the two was chosen; and say where."""
-    has = [(routes == expert).any(-1) for expert in (one, other)]
-    rows = has[0] ^ has[1]
-    table = torch.arange(int(routes.max()) + 1)
-    table[one], table[other] = other, one
-    return torch.where(rows[:, None], table[routes], routes), rows

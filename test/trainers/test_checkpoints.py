@@ -32,6 +32,8 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, Mod
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Placement, Ranks, join_ranks, shares
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Kept:
     """A component that keeps what it is given."""
@@ -295,9 +297,6 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused(tmp_path: Path) -> None
     assert not list((tmp_path / "checkpoints").iterdir())
     told = "out=HERE: rank(s) 1 do not see rank 0's folder: name a shared one"
     assert run_as_ranks(see, tmp_path, False) == [told, told]
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def write(state: TrainedState, folder: Path, ranks: Ranks) -> None:

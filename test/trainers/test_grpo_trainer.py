@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import logging
-import os
 import random
 import signal
 import threading
@@ -63,7 +62,7 @@ Make = Callable[..., MoEGRPOTrainer]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def as_in_a_run() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with set_list_to_stack(True):
@@ -328,7 +327,7 @@ def test_without_a_terminal_each_step_is_a_line(trained: Make, tmp_path: Path, c
     first, *steps, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"GRPO in {tmp_path}: steps 0 to 5 of 2 prompts with 2 answers each")
     assert [line.split(":")[0] for line in steps] == ["step 1 of 5", "step 3 of 5", "step 5 of 5"]
-    assert all("reward " in line and " tokens/s" in line.replace("tokens/s ", "x tokens/s") for line in steps)
+    assert all("reward " in line and ", tokens/s " in line for line in steps)
     assert "left" in steps[0] and str(tmp_path) in last
 
 
@@ -692,7 +691,7 @@ def test_a_step_may_finish_until_a_second_signal_or_its_deadline(
         for _ in range(signals):
             signal.raise_signal(signal.SIGINT)
         if seconds < 1:
-            signal.pause()
+            time.sleep(PATIENCE)  # which the signal ends
         done.append("finished")
     assert done == expected and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -728,16 +727,7 @@ def test_a_forked_process_shuts_nothing_down_and_does_not_wait(start: Make, monk
         is_written = threading.Event()
         monkeypatch.setattr(trainer.checkpoints, "_publish", lambda *_: is_written.wait(PATIENCE))
         trainer.checkpoints.save(0, 0.0)  # its thread is not there in the forked process
-        if (child := os.fork()) == 0:
-            try:
-                trainer.shutdown()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        ended = threading.Thread(target=os.waitpid, args=(child, 0))
-        ended.start()
-        ended.join(PATIENCE)
-        assert not ended.is_alive()
+        assert exit_code_of(trainer.shutdown, PATIENCE) == 0
         is_written.set()
         trainer.train()
         assert trainer.steps_done == 2

@@ -25,7 +25,7 @@ from torchrl_moe.modules import TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.scoring_model import ScoringModel
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM, make_tiny_moe
-from torchrl_moe.trainers import learner as loss_building
+from torchrl_moe.trainers import learner as learner_module
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, LossConfig, ModelConfig, OptimConfig
 from torchrl_moe.trainers.learner import (
     Learner,
@@ -214,7 +214,7 @@ def test_each_epoch_has_every_sample_once_in_another_order_on_ranks_that_see_the
     assert epoch(3, 7, Others()) == shared
 
 
-# -- steps, on a model of bigrams -------------------------------------------------------------------------------------
+# -- steps, most of them on a model of bigrams ------------------------------------------------------------------------
 SIX_SHAPES = [(2, 3), (1, 7), (3, 2), (2, 5), (4, 1), (1, 4)]
 
 
@@ -261,6 +261,43 @@ def test_samples_without_an_advantage_are_not_computed_and_change_no_gradient_bu
     assert not found.any() and {"loss_objective", "kl_approx", "ESS"} <= metrics.keys()
 
 
+FAMILY = ("GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss")
+AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "fixed_length")
+
+
+def gradients_of(ranks: Ranks, max_tokens: int | None) -> dict[tuple[str, str], Any]:
+    """The gradient of each loss and aggregation, of this rank's half of a batch, or of all; averaged over ranks."""
+    found = {}
+    rollouts = samples(SIX_SHAPES)
+    # halves with other numbers of tokens and of parts
+    halves = [rollouts] if ranks.size == 1 else [rollouts[:2], rollouts[2:]]
+    own = halves[ranks.rank]
+    for name in FAMILY:
+        for aggregation in AGGREGATIONS:
+            fixed = {"fixed_length": 9} if aggregation == "fixed_length" else {}
+            actor = BigramActor()
+            loss = getattr(objectives, name)(actor, entropy_bonus=True, aggregation=aggregation, **fixed)
+            stepper_of(loss, max_tokens, placement=Placement(ranks)).accumulate(ragged(own))
+            assert actor.logits.grad is not None
+            found[name, aggregation] = sum(ranks.gather(actor.logits.grad)) / ranks.size
+    return found
+
+
+def rank_gradients() -> dict[tuple[str, str], Any]:
+    ranks = join_ranks(60.0)
+    found = {key: gradient.numpy() for key, gradient in gradients_of(ranks, 8).items()}
+    ranks.close()
+    return found
+
+
+def test_parts_of_two_ranks_have_the_gradient_of_one_batch_for_each_loss_and_aggregation() -> None:
+    whole = gradients_of(Ranks(), None)
+    assert len(whole) == 24 and all(gradient.abs().max() > 1e-3 for gradient in whole.values())
+    for found in run_as_ranks(rank_gradients):
+        gaps = {key: float((torch.from_numpy(found[key]) - gradient).abs().max()) for key, gradient in whole.items()}
+        assert max(gaps.values()) <= 1e-6, gaps
+
+
 @pytest.mark.parametrize("limit", [None, 1e-3])
 def test_a_step_moves_the_weights_by_at_most_the_greatest_norm_and_the_learning_rate(limit: float | None) -> None:
     stepper = stepper_of(max_tokens=10, max_grad_norm=limit)
@@ -276,6 +313,19 @@ def test_a_step_moves_the_weights_by_at_most_the_greatest_norm_and_the_learning_
     assert metrics["loss"] == pytest.approx(out["loss_objective"].item())
     assert metrics["ess"] == pytest.approx(out["ESS"].item())
     assert stepper.take_metrics() == {}
+
+
+def test_weights_move_as_adamw_moves_them() -> None:
+    learner = learner_of(betas=[0.8, 0.9], weight_decay=0.1, max_grad_norm=None)
+    weight: Any = learner.actor.model.lm_head.weight  # type: ignore[union-attr]
+    before, grad = weight.detach().clone(), gradients(learner)["lm_head.weight"]
+    learner.optimizer.zero_grad()
+    metrics = learner.stepper.step(batch_of(learner))
+    # the first step of Adam: the sign of the gradient, nearly
+    expected = before * (1 - 1e-3 * 0.1) - 1e-3 * grad / (grad.abs() + 1e-8)
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
+    assert float(metrics["lr"]) == pytest.approx(1e-3)
+    assert learner.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_many_end_the_run(
@@ -321,7 +371,7 @@ def loss_of(**loss: Any) -> Any:
     return build_loss(policy(config)[0], config)
 
 
-@pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss"])
+@pytest.mark.parametrize("name", FAMILY)
 def test_every_loss_by_its_name(name: str) -> None:
     loss = loss_of(name=name)
     assert type(loss) is getattr(objectives, name) and not loss.entropy_bonus and loss.router_loss is None
@@ -434,7 +484,7 @@ def test_a_second_engine_scores_the_reference(monkeypatch: MonkeyPatch) -> None:
         started.append((path, arguments))
         return FakeAsyncVLLM()
 
-    monkeypatch.setattr(loss_building.AsyncVLLM, "from_pretrained", start)
+    monkeypatch.setattr(learner_module.AsyncVLLM, "from_pretrained", start)
     config = config_of(arguments={"kl_to_ref_coeff": 0.1}, reference="engine")
     config.engine.arguments = {"max_model_len": 64}
     actor, policy_model = policy(config)
@@ -636,53 +686,3 @@ def test_forward_passes(calls: list[Any], replay: str, due: bool, loss: dict[str
     calls.clear()
     scores_of(actor, **loss)(batch, 2, due)
     assert calls == [(4, 9)] * passes
-
-
-def test_weights_move_as_adamw_moves_them() -> None:
-    learner = learner_of(betas=[0.8, 0.9], weight_decay=0.1, max_grad_norm=None)
-    weight: Any = learner.actor.model.lm_head.weight  # type: ignore[union-attr]
-    before, grad = weight.detach().clone(), gradients(learner)["lm_head.weight"]
-    learner.optimizer.zero_grad()
-    metrics = learner.stepper.step(batch_of(learner))
-    # the first step of Adam: the sign of the gradient, nearly
-    expected = before * (1 - 1e-3 * 0.1) - 1e-3 * grad / (grad.abs() + 1e-8)
-    torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
-    assert float(metrics["lr"]) == pytest.approx(1e-3)
-    assert learner.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-
-
-def test_parts_of_two_ranks_have_the_gradient_of_one_batch_for_each_loss_and_aggregation() -> None:
-    whole = gradients_of(Ranks(), None)
-    assert len(whole) == 24 and all(gradient.abs().max() > 1e-3 for gradient in whole.values())
-    for found in run_as_ranks(rank_gradients):
-        gaps = {key: float((torch.from_numpy(found[key]) - gradient).abs().max()) for key, gradient in whole.items()}
-        assert max(gaps.values()) <= 1e-6, gaps
-
-
-FAMILY = ("GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss")
-AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "fixed_length")
-
-
-def gradients_of(ranks: Ranks, max_tokens: int | None) -> dict[tuple[str, str], Any]:
-    """The gradient of each loss and aggregation, of this rank's half of a batch, or of all; averaged over ranks."""
-    found = {}
-    rollouts = samples(SIX_SHAPES)
-    # halves with other numbers of tokens and of parts
-    halves = [rollouts] if ranks.size == 1 else [rollouts[:2], rollouts[2:]]
-    own = halves[ranks.rank]
-    for name in FAMILY:
-        for aggregation in AGGREGATIONS:
-            fixed = {"fixed_length": 9} if aggregation == "fixed_length" else {}
-            actor = BigramActor()
-            loss = getattr(objectives, name)(actor, entropy_bonus=True, aggregation=aggregation, **fixed)
-            stepper_of(loss, max_tokens, placement=Placement(ranks)).accumulate(ragged(own))
-            assert actor.logits.grad is not None
-            found[name, aggregation] = sum(ranks.gather(actor.logits.grad)) / ranks.size
-    return found
-
-
-def rank_gradients() -> dict[tuple[str, str], Any]:
-    ranks = join_ranks(60.0)
-    found = {key: gradient.numpy() for key, gradient in gradients_of(ranks, 8).items()}
-    ranks.close()
-    return found

@@ -380,6 +380,9 @@ def test_where_nobody_starts_it_again_a_run_takes_the_folder(
         begin(tmp_path / "other")
 
 
+# -- shares -----------------------------------------------------------------------------------------------------------
+
+
 def spread(loads: list[int], parts: list[list[int]]) -> float:
     """How much more than the mean the heaviest part has."""
     sums = [sum(loads[i] for i in part) for part in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -97,45 +98,51 @@ def test_one_with_completions_gets_lists_of_one(prompt: Any, asked: Any, complet
 
 
 @pytest.mark.parametrize(
-    ("function", "total"),
-    [
-        *((lambda completion, value=value: value, total) for value, total in (
-            (True, 1.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (torch.tensor(0.25), 0.25),
-        )),
-        *((lambda completions, values=values: values, 0.5) for values in (
-            [0.5], (0.5,), torch.tensor([0.5]), np.array([0.5]),
-        )),
-    ],
-)  # fmt: skip
-def test_what_counts_as_a_number(function: Any, total: float) -> None:
-    found = reward(function)
+    ("value", "total"),
+    [(True, 1.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (torch.tensor(0.25), 0.25)],
+)
+def test_what_counts_as_a_number(value: Any, total: float) -> None:
+    found = reward(lambda completion: value)
     assert found == Reward(total, {"<lambda>": total})
     assert type(found.values["<lambda>"]) is float
 
 
-ONE_VALUE = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
-NUMBER = "the reward function 'returned' must return a number or None, got "
+@pytest.mark.parametrize("values", [[0.5], (0.5,), torch.tensor([0.5]), np.array([0.5])])
+def test_what_counts_as_a_list_of_one_number(values: Any) -> None:
+    found = reward(lambda completions: values)
+    assert found == Reward(0.5, {"<lambda>": 0.5})
+    assert type(found.values["<lambda>"]) is float
+
+
+@pytest.mark.parametrize("values", [0.5, [], [0.5, 0.5], None, torch.tensor(0.5)])
+def test_what_is_no_list_of_one_value_is_refused(values: Any) -> None:
+    words = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
+    with pytest.raises(TypeError, match=words):
+        reward(lambda completions: values)
+
+
+@pytest.mark.parametrize("value", ["1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0])])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="the reward function 'returned' must return a number or None, got "):
+        reward(returning(value))
+
+
 FINITE = "the reward function 'returned' returned {}: a reward must be finite"
 
 
 @pytest.mark.parametrize(
-    ("functions", "error", "message"),
+    ("functions", "message"),
     [
-        *((lambda completions, values=values: values, TypeError, ONE_VALUE) for values in (
-            0.5, [], [0.5, 0.5], None, torch.tensor(0.5),
-        )),
-        *((returning(value), TypeError, NUMBER) for value in (
-            "1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0]),
-        )),
-        *(([named("a", 1.0), returning(value)], ValueError, FINITE.format(float(value))) for value in (
-            float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan")),
-        )),
-        (returning(10**400), ValueError, FINITE.format("inf")),
-        ([named("a", 3e38), named("b", 1e38)], ValueError, r"sum of the functions returned 3\.1.*e\+39"),
+        ([named("a", 1.0), returning(math.nan)], FINITE.format("nan")),
+        ([named("a", 1.0), returning(math.inf)], FINITE.format("inf")),
+        ([named("a", 1.0), returning(-math.inf)], FINITE.format("-inf")),
+        ([named("a", 1.0), returning(torch.tensor(math.nan))], FINITE.format("nan")),
+        (returning(10**400), FINITE.format("inf")),
+        ([named("a", 3e38), named("b", 1e38)], r"sum of the functions returned 3\.1.*e\+39"),
     ],
-)  # fmt: skip
-def test_what_is_no_reward(functions: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+)
+def test_what_is_not_finite_is_refused(functions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         reward(functions, [10.0, 1.0] if "sum" in message else None)
 
 

@@ -25,7 +25,7 @@ from support.training import fake_config, fake_fleet, fake_model, fake_run
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.trainers import policy_model as rollout_engine
+from torchrl_moe.trainers import policy_model as policy_model_module
 from torchrl_moe.trainers.config import (
     ConfigError,
     DataConfig,
@@ -68,7 +68,7 @@ def no_start(monkeypatch: MonkeyPatch) -> list[tuple[Any, ...]]:
         started.append((arguments, options))
         return fake_fleet(1)
 
-    monkeypatch.setattr(rollout_engine.AsyncVLLM, "from_pretrained", start)
+    monkeypatch.setattr(policy_model_module.AsyncVLLM, "from_pretrained", start)
     return started
 
 
@@ -197,7 +197,7 @@ def test_it_starts_from_the_model(
     assert no_start[-1] == (("some/folder",), {**wanted, "seed": 0}) and not (tmp_path / "other").exists()
     # that of a run that resumes draws from another seed
     for saved in (3, 4):
-        monkeypatch.setattr(rollout_engine, "steps_saved", lambda _, saved=saved: saved)
+        monkeypatch.setattr(policy_model_module, "steps_saved", lambda _, saved=saved: saved)
         serve(seed=5, resume=True)
     assert len({options["seed"] for _, options in (no_start[0], *no_start[-2:])}) == 3
 
@@ -206,16 +206,16 @@ def test_an_engine_of_another_job_is_joined_and_left(
     serve: Serve, fleet: FakeFleet, tmp_path: Path, monkeypatch: MonkeyPatch, no_start: list[Any]
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(rollout_engine.AsyncVLLM, "connect", lambda name: events.append(name) or fleet)
+    monkeypatch.setattr(policy_model_module.AsyncVLLM, "connect", lambda name: events.append(name) or fleet)
     monkeypatch.setattr(fleet, "disconnect", lambda: events.append("left"), raising=False)
     joined = serve({"connect": "theirs"})
     assert not joined.owns_engine
     joined.sync()
     joined.shutdown()
     assert events == ["theirs", "left"] and not no_start and not (tmp_path / "run").exists()
-    monkeypatch.setattr(rollout_engine, "steps_saved", lambda _: 4)
+    monkeypatch.setattr(policy_model_module, "steps_saved", lambda _: 4)
     serve({"connect": "theirs"}, resume=True)  # it may be as fresh as at step 0
-    first = rollout_engine.seed_after(GRPOConfig().seed, 4)
+    first = policy_model_module.seed_after(GRPOConfig().seed, 4)
     assert [replica.seed for replica in fleet.fakes] == [first, first + 1]
     config = GRPOConfig(engine=EngineConfig(connect="theirs", arguments={"max_model_len": 64}))
     with pytest.raises(ConfigError, match=r"^engine\.connect=theirs is started elsewhere: leave sleep and"):

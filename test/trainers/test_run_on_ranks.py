@@ -299,7 +299,6 @@ def assert_first_step(out: Path, model: Path, row: dict[str, str], answers: int)
 def test_the_run_continues_when_ranks_and_a_replica_are_killed(tmp_path: Path, no_engine: EngineShelf) -> None:
     out = tmp_path / "run"
     settings = ["steps=100000", "checkpoint.every=2", "eval.every=0", "log.progress=false"]
-    settings += ["rollout.prompts_per_step=8"]
     settings += ["rollout.prompts_per_step=8", f"out={out}"]
     command = [*torchrun(2, "--max-restarts=4"), "--config", "tiny_ranks", *settings]
     family: set[int] = set()

@@ -93,6 +93,24 @@ def test_no_weights_at_all_are_a_warning_and_no_update(connect: Connect) -> None
         engine.update_weights({})
 
 
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_long_update_shows_bytes_and_replicas_unless_told_not_to(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    """40 bytes in two replicas; in a terminal, once two seconds have passed."""
+    _, sender = fleet(2)
+    shown: list[dict[str, Any]] = []
+
+    def noted(**options: Any) -> Any:
+        shown.append(options)
+        return tqdm(**options)
+
+    monkeypatch.setattr(rolling, "tqdm", noted)
+    sender.update_weights(weights(1), progress=progress)
+    assert [(bar["total"], bar["unit"], bar["desc"]) for bar in shown] == [(2, "replica", "weights v1, 0 MB")]
+    assert [(bar["delay"], bar["disable"]) for bar in shown] == [(2.0, None if progress else True)]
+
+
 # -- set-up -----------------------------------------------------------------------------------------------------------
 
 
@@ -221,14 +239,14 @@ def test_an_engine_that_cannot_be_taken_leaves_the_sender_with_the_one_before(
     (engine, sender), other = fleet(1), FakeFleet(2, expected={"c": (torch.float32, torch.Size([1]))})
     for metadata in (EXPECTED, {"a": 0, "mlp.experts.gate_up_proj": 0}):  # the engine's names, or stacked ones
         sender.init_all_workers_group(metadata, vllm_engine=engine)
-    opened: list[Any] = []
-    monkeypatch.setattr(MemmapTransport, "close", lambda transport: opened.append(transport))
+    closed: list[Any] = []
+    monkeypatch.setattr(MemmapTransport, "close", lambda transport: closed.append(transport))
     for replica in other.fakes if command else ():
         replica.fail[command] = always(ReplicaDiedError("the process ended"))
     with pytest.raises(error, match=words):
         sender.init_all_workers_group(None if command else {"a": 0}, vllm_engine=other)
-    assert len(opened) == (command == "init_weights")  # the new transport is closed
-    assert sender._swap is not None and sender._swap.transport not in opened
+    assert len(closed) == (command == "init_weights")  # the new transport is closed
+    assert sender._swap is not None and sender._swap.transport not in closed
     assert other.weight_sync is None
     assert command or other.fakes[0].asked == {"metadata": 1}
     assert (sender.update_weights(weights(5)).failed, value_in(engine, 0)) == ({}, 5.0)
@@ -408,6 +426,31 @@ def test_a_replica_that_was_draining_continues_draining(connect: Connect) -> Non
     assert (engine.states, engine.versions) == (["SERVING", "DRAINING"], [1, 1])
 
 
+@pytest.mark.parametrize(
+    ("happens", "state", "words"),
+    [
+        (lambda engine: engine.restart(0), "STARTING", None),
+        (lambda engine: engine.replica_table.mark_dead(0), "DEAD", None),
+        (lambda engine: engine.replica_table.set_state(0, ReplicaState.SYNCING), "SYNCING", "the replica is SYNCING"),
+    ],
+    ids=["restarted", "dies", "another sender has it"],
+)
+def test_one_with_which_something_happens_while_it_drains_is_left_to_it(
+    fleet: Fleet, happens: Callable[[FakeFleet], object], state: str, words: str | None
+) -> None:
+    engine, sender = fleet(2, mode="drain")
+    lease = engine.load_balancer.acquire_at(0, None)
+    updating = in_thread(lambda: sender.update_weights(weights()))
+    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
+    happens(engine)
+    if words:
+        lease.release()
+    assert updating.result(60.0).failed.keys() == {0}
+    assert words in (None, updating.result().failed[0])
+    assert (engine.states, engine.versions) == ([state, "SERVING"], [0, 1])
+    lease.release()
+
+
 # -- publishing while the next forward runs ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "write",
@@ -565,6 +608,21 @@ def test_a_replica_that_is_given_up_ends_the_wait_with_its_cause(connect: Connec
     service.shutdown()
 
 
+def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
+    """The only one, restarted after its sender was shut down: nobody serves, and nobody else will bring it."""
+    engine = FakeFleet(1)
+    first = connect(engine)
+    first.update_weights(weights(1))
+    first.shutdown()
+    engine.restart(0)
+    engine.replica_table[0].version = 0
+    engine.replica_table.set_recovery(0, Recovery.UPDATE)
+    report = connect(engine).update_weights(weights(2))
+    assert (report.version, report.failed) == (2, {})  # and not 1 again
+    assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [2], 2.0)
+    assert engine.replica_table[0].recovery is Recovery.SUPERVISOR
+
+
 @pytest.mark.parametrize("pauses_later", [False, True])
 def test_draining_a_paused_engine_fails_at_once_and_names_both_ways_out(fleet: Fleet, pauses_later: bool) -> None:
     engine, sender = fleet(1, mode="drain", timeout_seconds=60.0)
@@ -686,59 +744,3 @@ def test_many_syncs_leave_memory_descriptors_and_the_folder_flat(fleet: Fleet, d
     early, late = figures[:10], figures[-10:]
     for column, slack in enumerate((0, 0, 0, 64)):  # a version's number grows by digits
         assert max(row[column] for row in late) <= max(row[column] for row in early) + slack
-
-
-# -- interrupted ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("happens", "state", "words"),
-    [
-        (lambda engine: engine.restart(0), "STARTING", None),
-        (lambda engine: engine.replica_table.mark_dead(0), "DEAD", None),
-        (lambda engine: engine.replica_table.set_state(0, ReplicaState.SYNCING), "SYNCING", "the replica is SYNCING"),
-    ],
-    ids=["restarted", "dies", "another sender has it"],
-)
-def test_one_with_which_something_happens_while_it_drains_is_left_to_it(
-    fleet: Fleet, happens: Callable[[FakeFleet], object], state: str, words: str | None
-) -> None:
-    engine, sender = fleet(2, mode="drain")
-    lease = engine.load_balancer.acquire_at(0, None)
-    updating = in_thread(lambda: sender.update_weights(weights()))
-    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
-    happens(engine)
-    if words:
-        lease.release()
-    assert updating.result(60.0).failed.keys() == {0}
-    assert words in (None, updating.result().failed[0])
-    assert (engine.states, engine.versions) == ([state, "SERVING"], [0, 1])
-    lease.release()
-
-
-def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
-    """The only one, restarted after its sender was shut down: nobody serves, and nobody else will bring it."""
-    engine = FakeFleet(1)
-    first = connect(engine)
-    first.update_weights(weights(1))
-    first.shutdown()
-    engine.restart(0)
-    engine.replica_table[0].version = 0
-    engine.replica_table.set_recovery(0, Recovery.UPDATE)
-    report = connect(engine).update_weights(weights(2))
-    assert (report.version, report.failed) == (2, {})  # and not 1 again
-    assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [2], 2.0)
-    assert engine.replica_table[0].recovery is Recovery.SUPERVISOR
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_a_long_update_shows_bytes_and_replicas_unless_told_not_to(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, progress: bool
-) -> None:
-    """40 bytes in two replicas; in a terminal, once two seconds have passed."""
-    _, sender = fleet(2)
-    shown: list[dict[str, Any]] = []
-    monkeypatch.setattr(rolling, "tqdm", lambda **options: [tqdm(**options), shown.append(options)][0])
-    sender.update_weights(weights(1), progress=progress)
-    assert [(bar["total"], bar["unit"], bar["desc"]) for bar in shown] == [(2, "replica", "weights v1, 0 MB")]
-    assert [(bar["delay"], bar["disable"]) for bar in shown] == [(2.0, None if progress else True)]

@@ -35,9 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "nothing verified": {"verify": "off"},
 }
 
-TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 10 << 18}
-WAITING: dict[str, Any] = {**TIGHT, "async_scheduling": False}
-
 
 def distance(engine: AsyncVLLM, reference: Reference) -> float:
     """Between what the engine says of its answers and what the trainer's model does."""
@@ -69,6 +66,40 @@ def test_an_engine_computes_what_the_trainer_does_however_it_is_sent(
             reference.model.load_state_dict(original)
             assert distance(engine, reference) <= TOLERANCE
         sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
+    engine: AsyncVLLM, shelf: EngineShelf
+) -> None:
+    """An expert overflows that the weight check does not reach; the cache's blocks then hold NaN."""
+    reference = Reference(shelf.folder("qwen3_moe"))
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(reference.model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    reached = reference(torch.tensor([0]))[1][2][0].tolist()
+    down = reference.model.model.layers[2].mlp.experts.down_proj
+    chosen = next(expert for expert in range(len(down)) if expert not in reached)
+    before = down.detach().clone()
+    prompts = [[token, *range(token)] for token in range(1, 31)]
+
+    def bad_log_probs() -> int:
+        done = engine.generate(prompts, {"max_tokens": 20, "logprobs": 0, "ignore_eos": True}, use_tqdm=False)
+        return sum(int((~np.isfinite(answer.outputs[0].logprobs)).sum()) for answer in done)
+
+    with torch.no_grad():
+        down[chosen].fill_(3e38)
+    assert sender.update_weights().failed == {}
+    counted = engine.stats()[0]["not_finite_logprobs"]
+    bad = bad_log_probs()
+    assert bad > 20
+    assert engine.stats()[0]["not_finite_logprobs"] - counted == bad
+    with torch.no_grad():
+        down.copy_(before)
+    assert (sender.update_weights().failed, bad_log_probs()) == ({}, 0)
+    assert distance(engine, reference) <= TOLERANCE
+    sender.shutdown()
 
 
 IDS = [72, 105, 44, 32, 119, 111]
@@ -168,6 +199,12 @@ def test_after_a_hot_swap_no_first_token_comes_from_an_old_cache(versions: Versi
         versions.check(completion, output)
 
 
+def fewest(replica: Any, asked: Sequence[Request]) -> int:
+    """Tokens that the shortest of the running answers has."""
+    running = {answer.request_id: answer for answer in replica.call(Engine.snapshot, 60)}
+    return min((len(running[one.request_id].outputs[0].token_ids) for one in asked), default=0)
+
+
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_what_a_hot_swap_froze_continues_and_is_exact_if_the_cache_was_dropped(
@@ -196,6 +233,7 @@ def test_what_a_hot_swap_froze_continues_and_is_exact_if_the_cache_was_dropped(
 
 
 SEGMENTS = 3
+HOW: tuple[OnResume, ...] = ("forced", "live")
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -227,13 +265,41 @@ def test_segments_are_exact_under_recorded_rows_and_far_off_where_they_are_route
     assert max(live) >= 100 * TOLERANCE
 
 
-HOW: tuple[OnResume, ...] = ("forced", "live")
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 10 << 18}
+WAITING: dict[str, Any] = {**TIGHT, "async_scheduling": False}
 
 
-def fewest(replica: Any, asked: Sequence[Request]) -> int:
-    """Tokens that the shortest of the running answers has."""
-    running = {answer.request_id: answer for answer in replica.call(Engine.snapshot, 60)}
-    return min((len(running[one.request_id].outputs[0].token_ids) for one in asked), default=0)
+@pytest.mark.soak  # a dropped cache, above, has requests read again in the same way
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(TIGHT, marks=pytest.mark.engine("qwen3_moe", **TIGHT), id="begins a step during another"),
+        pytest.param(WAITING, marks=pytest.mark.engine("qwen3_moe", **WAITING), id="waits for each step"),
+    ],
+)
+def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
+    spec: Any, versions: Versions, engine: AsyncVLLM
+) -> None:
+    """The cache holds nine blocks, and each answer takes four in the end; its first part is of older weights."""
+    (replica,) = versions.replicas
+    asked = [ask(f"p-{i}", random_ids(300 + i, 100), n=2, max_tokens=350) for i in range(3)]
+    futures = replica.submit(asked)
+    until(
+        lambda: (
+            sum(len(output.token_ids) >= 8 for one in replica.call(Engine.snapshot, 60) for output in one.outputs) >= 4
+        )
+    )
+    first, manifest = versions.now, versions.prepare(71, scale=0.02)
+    versions.swap(manifest, "keep", clear_cache=True)
+    before = engine.stats()[0]["preemptions"]
+    seen = set()
+    for future in futures:
+        completion = future.result(120)
+        for output in completion.outputs:
+            seen |= set(output.policy_versions.tolist())
+            versions.check(completion, output)
+    assert engine.stats()[0]["preemptions"] >= before + 3
+    assert seen == {first, first + 1}
 
 
 @pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
@@ -288,70 +354,3 @@ def test_two_workers_of_one_model_have_each_version_exactly(
             for output in completion.outputs:
                 assert set(output.policy_versions.tolist()) == {versions.now}
                 versions.check(completion, output)
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.usefixtures("one_thread")
-def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
-    engine: AsyncVLLM, shelf: EngineShelf
-) -> None:
-    """An expert overflows that the weight check does not reach; the cache's blocks then hold NaN."""
-    reference = Reference(shelf.folder("qwen3_moe"))
-    sender = VLLMWeightSyncScheme().create_sender()
-    sender.register_model(reference.model)
-    sender.init_all_workers_group(None, vllm_engine=engine)
-    reached = reference(torch.tensor([0]))[1][2][0].tolist()
-    down = reference.model.model.layers[2].mlp.experts.down_proj
-    chosen = next(expert for expert in range(len(down)) if expert not in reached)
-    before = down.detach().clone()
-    prompts = [[token, *range(token)] for token in range(1, 31)]
-
-    def bad_log_probs() -> int:
-        done = engine.generate(prompts, {"max_tokens": 20, "logprobs": 0, "ignore_eos": True}, use_tqdm=False)
-        return sum(int((~np.isfinite(answer.outputs[0].logprobs)).sum()) for answer in done)
-
-    with torch.no_grad():
-        down[chosen].fill_(3e38)
-    assert sender.update_weights().failed == {}
-    counted = engine.stats()[0]["not_finite_logprobs"]
-    bad = bad_log_probs()
-    assert bad > 20
-    assert engine.stats()[0]["not_finite_logprobs"] - counted == bad
-    with torch.no_grad():
-        down.copy_(before)
-    assert (sender.update_weights().failed, bad_log_probs()) == ({}, 0)
-    assert distance(engine, reference) <= TOLERANCE
-    sender.shutdown()
-
-
-@pytest.mark.soak  # a dropped cache, above, has requests read again in the same way
-@pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(TIGHT, marks=pytest.mark.engine("qwen3_moe", **TIGHT), id="begins a step during another"),
-        pytest.param(WAITING, marks=pytest.mark.engine("qwen3_moe", **WAITING), id="waits for each step"),
-    ],
-)
-def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
-    spec: Any, versions: Versions, engine: AsyncVLLM
-) -> None:
-    """The cache holds nine blocks, and each answer takes four in the end; its first part is of older weights."""
-    (replica,) = versions.replicas
-    asked = [ask(f"p-{i}", random_ids(300 + i, 100), n=2, max_tokens=350) for i in range(3)]
-    futures = replica.submit(asked)
-    until(
-        lambda: (
-            sum(len(output.token_ids) >= 8 for one in replica.call(Engine.snapshot, 60) for output in one.outputs) >= 4
-        )
-    )
-    first, manifest = versions.now, versions.prepare(71, scale=0.02)
-    versions.swap(manifest, "keep", clear_cache=True)
-    before = engine.stats()[0]["preemptions"]
-    seen = set()
-    for future in futures:
-        completion = future.result(120)
-        for output in completion.outputs:
-            seen |= set(output.policy_versions.tolist())
-            versions.check(completion, output)
-    assert engine.stats()[0]["preemptions"] >= before + 3
-    assert seen == {first, first + 1}

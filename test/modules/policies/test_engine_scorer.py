@@ -129,6 +129,14 @@ def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
             policy(given, **call)
 
 
+PAD = 256
+TEXTS = {
+    "text": ["ab", "cdefg"],
+    "history": [
+        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        for question, answer in (("hi", "ab"), ("hello", "c"))
+    ],
+}
 CHATS = History.from_chats(
     [
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ab"}],
@@ -173,22 +181,11 @@ def test_text_and_chats_are_encoded_and_written(mode: str, pad: bool, fake: Fake
         assert (spoken is None) == (mode == "text")
         if spoken is not None:
             assert row["history"].full.content == CHATS[i].content
-            assert bytes(i for i in row["tokens", "full"][spoken].tolist() if i < PAD).decode() == CHATS[i].content[1]
+            said = [token for token in row["tokens", "full"][spoken].tolist() if token < PAD]
+            assert bytes(said).decode() == CHATS[i].content[1]
     assert (type(out["tokens"]), type(out["log_probs"])) == (Tokens, LogProbs)
     assert policy(one) is one and one.batch_size == torch.Size([])
     assert one["log_probs", "full"].shape == one["tokens", "full"].shape == (len(asked[0]),)
-
-
-PAD = 256
-
-
-TEXTS = {
-    "text": ["ab", "cdefg"],
-    "history": [
-        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
-        for question, answer in (("hi", "ab"), ("hello", "c"))
-    ],
-}
 
 
 def test_what_a_sample_says_of_its_tokens_is_not_used_for_others(fake: FakeAsyncVLLM) -> None:

@@ -163,8 +163,10 @@ def kinds(dtype: torch.dtype, **others: torch.dtype) -> dict[str, tuple[torch.dt
     names = ["lm_head.weight", "layers.1.mlp.gate.weight"]
     names += [f"layers.0.{name}" for name in ("norm.weight", "self_attn.q_proj.weight", "mlp.gate.weight")]
     names += [f"layers.0.mlp.{name}" for name in ("gate.e_score_correction_bias", "experts.0.gate_proj.weight")]
-    given = {name: [other for part, other in others.items() if part in name] for name in names}
-    return {name: ((other or [dtype])[0], torch.Size([2])) for name, other in given.items()}
+    found = {}
+    for name in names:
+        found[name] = next((other for part, other in others.items() if part in name), dtype), torch.Size([2])
+    return found
 
 
 def test_dtypes_that_differ_are_grouped_with_routers_first() -> None:
@@ -316,7 +318,10 @@ def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None
         for key in (("tokens", "full"), ("log_probs", "full"), ("routed_experts", "full")):
             row[key] = row[key][: 4 + i % 3]
     rows: list[int] = []
-    count = lambda _, __, kwargs: rows.append(len(kwargs["input_ids"]))  # noqa: E731
+
+    def count(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        rows.append(len(kwargs["input_ids"]))
+
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
     actor = TransformersWrapper(model, replay="R3", pad_model_input=True)
     found = live_scores(actor, td)

@@ -90,10 +90,10 @@ def test_what_is_no_chat_is_refused(given: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("said", "full"), [("Let me", ["2+2", "Let me see"]), ("", ["2+2", " see"])])
-@pytest.mark.parametrize("kind", [list, histories])
+@pytest.mark.parametrize("kind", [list, lambda messages: histories(messages)[0]])
 def test_a_last_message_of_the_assistant_is_continued(kind: Any, said: str, full: list[str]) -> None:
     """As transformers' pipeline and TRL do."""
-    given = kind(chat("2+2", said)) if kind is list else kind(chat("2+2", said))[0]
+    given = kind(chat("2+2", said))
     assert text_of(given) == f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n{said}"
     entry = history_entry(Chat.of(given), " see")
     assert (entry.full.content, entry.response.content) == (full, [" see"])
@@ -180,10 +180,8 @@ def asked() -> TensorDict:
 
 
 def test_a_template_is_the_one_named_or_the_tokenizers_own() -> None:
-    several, own_way = (
-        ByteTokenizer(),
-        SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"]),
-    )
+    own_way = SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"])
+    several = ByteTokenizer()
     several.chat_template = {"default": "{{ 'd' }}", "tool_use": "{{ 't' }}"}
     tools = asked().set("tools", NonTensorData([{"name": "f"}]))
     for attributes, sample, text in (

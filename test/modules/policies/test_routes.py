@@ -125,8 +125,7 @@ BAD: dict[str, tuple[Callable[[Tensor], Any], type[RoutingError], str]] = {
 def test_one_bad_sample_is_named_or_runs_live(actor: TransformersWrapper, what: str, packed: bool) -> None:
     spoil, error, message = BAD[what]
     routes: list[Any] = routes_for(actor)
-    native = [None if i == 1 else given for i, given in enumerate(routes)]
-    native[1] = torch.full_like(routes[1], U)
+    native = [torch.full_like(given, U) if i == 1 else given for i, given in enumerate(routes)]
     routes[1] = spoil(routes[1])
     scorer = actor.get_new_version(pad_model_input=not packed)
     with pytest.raises(error, match=message):

@@ -189,7 +189,7 @@ def test_a_model_that_was_converted_scores_as_its_saved_folder(tmp_path: Any) ->
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], ["q_proj"]])
-def test_peft(targets: list[str]) -> None:
+def test_a_peft_model_is_scored_as_its_logits_say(targets: list[str]) -> None:
     from peft import LoraConfig, get_peft_model
 
     saved = [] if "lm_head" in targets else ["lm_head"]
@@ -365,8 +365,8 @@ def score_sharded(how: str) -> tuple[float, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("how", ["resharded root", "a head of its own", "tied"])
-def test_fsdp2(how: str) -> None:
-    """As it is, it is in ``test_policy_ranks.py``."""
+def test_a_model_under_fsdp2_has_its_loss_and_gradients(how: str) -> None:
+    """Of unusual placements; the usual one is in ``test_policy_ranks.py``."""
     got = run_as_ranks(score_sharded, how)
     model = make_tiny_moe(num_hidden_layers=2, tie_word_embeddings=how == "tied")
     losses = [loss_of(scored(model), rank) for rank in range(2)]

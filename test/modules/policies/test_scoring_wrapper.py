@@ -120,7 +120,9 @@ def test_scores_are_those_of_each_sequence_alone_in_the_distribution_that_it_was
     for i, (one, mask) in enumerate(zip(rollouts.unbind(0), masks, strict=True)):
         temperature = 0.7 if sampling == "one" else TEMPERATURES[i]
         wanted = sampled_reference(twin, one if replay == "R3" else one.exclude("routed_experts"), temperature)
-        bounds = [1e-5 if sampling == "one" else 2e-5] * 2 + [2e-5] * 2
+        of_scores = 1e-5 if sampling == "one" else 2e-5
+        of_dist = 2e-5
+        bounds = (of_scores, of_scores, of_dist, of_dist)
         for got, alone, atol in zip(found, wanted * 2, bounds, strict=True):
             torch.testing.assert_close(got[i][mask][1:], alone, atol=atol, rtol=0)
         for got in (log_probs[i], entropy[i]):
@@ -200,7 +202,9 @@ def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pads", [True, False, None])
-def test_a_mask_of_tokens(actor: TransformersWrapper, td: TensorDictBase, layout: str, pads: bool | None) -> None:
+def test_only_tokens_of_the_mask_are_scored(
+    actor: TransformersWrapper, td: TensorDictBase, layout: str, pads: bool | None
+) -> None:
     scorer, batch = actor.get_new_version(pad_model_input=pads), LAYOUTS[layout](td)
     asked = read_rows(batch, ("masks", "all_assistant_mask"), False)
     asked[0] = False  # no token of this sample is read
@@ -242,7 +246,10 @@ def test_flash_attention_has_one_row_for_all(uneven: TensorDictBase) -> None:
     actor = TransformersWrapper(model, replay="none")
     wanted = actor.score(uneven)[0]
     slots: list[int] = []
-    count = lambda _, __, inputs: slots.append(inputs["input_ids"].numel())  # noqa: E731
+
+    def count(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        slots.append(inputs["input_ids"].numel())
+
     model.model.register_forward_pre_hook(count, with_kwargs=True)
     for packed in (None, False):
         with flash_attention(model) as calls:
@@ -317,7 +324,7 @@ def test_sequences_of_one_token_and_of_none(packed: bool | None) -> None:
         assert actor.score(td)[0].tolist() == [[0.0], [0.0]]
 
 
-def test_two_wrappers_of_a_model_share_its_replay(td: TensorDictBase) -> None:
+def test_two_wrappers_of_a_model_share_its_replay() -> None:
     model = make_tiny_moe()
     first, second = TransformersWrapper(model), TransformersWrapper(model, replay="R2")
     assert first.router_replay is second.router_replay

@@ -272,7 +272,7 @@ def test_a_failed_generation_leaves_nothing_on_the_model(model: nn.Module, repla
         ({"output_scores": True, "return_dict_in_generate": True, "tokenizer": None}, {}, 1),
     ],
 )
-def test_names(given: Any, fields: dict[str, Any], samples: int) -> None:
+def test_vllms_and_torchrls_names_become_transformers(given: Any, fields: dict[str, Any], samples: int) -> None:
     settings = GenerationSettings.of(given)
     assert (settings.fields, settings.samples) == (fields, samples)
 

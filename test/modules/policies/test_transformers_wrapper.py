@@ -431,11 +431,9 @@ def test_its_answers_are_scored_as_they_were_sampled(
     torch.manual_seed(0)
     layout: dict[str, Any] = {"pad_output": pad_output, "num_samples": num_samples}
     policy = actor.get_new_version(generate=True, input_mode=mode, generate_kwargs={**SAMPLED, **sampling}, **layout)
-    text, history, extra = (
-        ["text"] * (mode != "tokens"),
-        ["history"] * (mode == "history"),
-        ["sampling"] * bool(sampling),
-    )
+    text = ["text"] if mode != "tokens" else []
+    history = ["history"] if mode == "history" else []
+    extra = ["sampling"] if sampling else []
     assert policy.out_keys == [*text, "masks", "tokens", "log_probs", *history, "routed_experts", *extra]
     td = asked(mode)
     out = policy(td)
@@ -446,11 +444,9 @@ def test_its_answers_are_scored_as_they_were_sampled(
     with torch.no_grad():
         scores = actor.score(flat.copy())[0]
     for one, row in zip(flat.unbind(0), scores, strict=True):
-        mask, answered, log_probs = (
-            one["masks", "all_attention_mask"],
-            one["masks", "all_assistant_mask"],
-            one[LOG_PROBS],
-        )
+        mask = one["masks", "all_attention_mask"]
+        answered = one["masks", "all_assistant_mask"]
+        log_probs = one[LOG_PROBS]
         assert torch.equal(torch.cat([one["tokens", "prompt"], one["tokens", "response"]]), one[FULL])
         known = one[ROUTES][mask]
         assert (known[:-1, list(MOE)] >= 0).all() and known.dtype == torch.int8

@@ -63,7 +63,8 @@ def test_names_and_values_are_those_of_save_pretrained(family: str, dtype: torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_of_now_and_neither_they_nor_router_replay_change_the_model(family: str) -> None:
     model = make_tiny_moe(family)
-    before, state = copied(checkpoint_tensors(model)), copied(model.state_dict())
+    state = copied(model.state_dict())
+    before = copied(checkpoint_tensors(model))
     assert_same(dict(model.state_dict()), state)
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert_same(checkpoint_tensors(torch.compile(model)), before)
@@ -380,7 +381,7 @@ def test_what_is_more_than_products_is_named(head: nn.Module, reason: str) -> No
 
 
 def test_a_head_that_ranks_share_is_known_by_its_weight() -> None:
-    """Tensor parallelism stands in for its forward; what it computes with it, test_ranks.py tests."""
+    """Tensor parallelism stands in for its forward; what it computes with it is tested in ``test_policy_ranks.py``."""
     head: Any = moved()
     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
     head.weight = nn.Parameter(DTensor.from_local(head.weight.detach(), mesh, [Shard(0)], run_check=False))

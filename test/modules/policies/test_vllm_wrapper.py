@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,11 +24,13 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
+from support.services import submitted
 from support.strategies import Says
+from support.waiting import until
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.errors import EngineError, GenerationTimeout
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
@@ -401,8 +402,7 @@ def test_an_aborted_request_and_a_late_one_are_errors_and_nothing_is_written() -
         policy = wrapper(engine, generate_kwargs={"max_tokens": 1000})
 
         def abort() -> None:
-            while len(replica.submitted) < 2:
-                threading.Event().wait(0.01)
+            until(lambda: len(replica.submitted) >= 2)
             replica.abort([request.request_id for request in replica.submitted])
 
         done = pool.submit(abort)
@@ -470,10 +470,6 @@ def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> 
     assert policy(again, temperature=0.5)[0]["sampling", "temperature"] == 0.5
 
 
-def requests_of(engine: FakeAsyncVLLM) -> list[Request]:
-    return [request for replica in engine.replicas for request in replica.submitted]
-
-
 @pytest.mark.parametrize("num_samples", [None, 3])
 def test_keys_of_a_batch_reach_the_service_one_value_per_sample(num_samples: int | None) -> None:
     with FakeAsyncVLLM(2, seed=3) as engine:
@@ -490,9 +486,9 @@ def test_keys_of_a_batch_reach_the_service_one_value_per_sample(num_samples: int
             ([1], "t", {}),
             ([1], "s", {"k": 1}),
         ]
-        assert [request.priority for request in requests_of(engine)] == [-5, 5]
+        assert [request.priority for request in submitted(engine)] == [-5, 5]
         assert engine.load_balancer.groups.version("7") == 4
-        assert [request.sampling_params.get("n") for request in requests_of(engine)] == [num_samples] * 2
+        assert [request.sampling_params.get("n") for request in submitted(engine)] == [num_samples] * 2
 
 
 @pytest.mark.parametrize("where", ["argument", "generate_kwargs", "call"])
@@ -508,7 +504,7 @@ def test_the_replica_the_adapter_and_how_answers_continue_can_be_chosen(where: s
         (request,) = policy.requests(one("text", "d"), **per_call)
         asyncio.run(engine.agenerate(**request.arguments))
         assert [len(replica.submitted) for replica in engine.replicas] == [0, 3]
-        for asking in requests_of(engine):
+        for asking in submitted(engine):
             assert (asking.lora_request, asking.on_resume) == (lora, "live")
             assert not chosen.keys() & set(asking.sampling_params)
         assert list(out["resume"]) == ["none", "none"]  # nothing cut them

@@ -182,7 +182,7 @@ def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_
     model, replay = pair()
     checkpoint_layers(model, True)
     own = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    value = loss(model, replay, *BATCHES[:1], random_routes(replay))
+    value = loss(model, replay, BATCHES[0], random_routes(replay))
     assert all(layer._gradient_checkpointing_func not in own for layer in model.model.layers)
     replay.remove()
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own

@@ -62,7 +62,7 @@ def test_what_cannot_be_followed_is_refused_by_name(axis: str, named: str) -> No
 
 
 @pytest.mark.parametrize("axes", [("fsdp", "tp"), ("efsdp", "ep"), ("dp_shard_cp",), ()])
-def test_other_axes_are_not(axes: tuple[str, ...]) -> None:
+def test_models_on_other_axes_are_scored_as_they_are(axes: tuple[str, ...]) -> None:
     """accelerate's flattened axis has that name with and without context parallelism."""
     assert refused_parallelism(shard(nn.Linear(4, 4), mesh_of(*axes) if axes else mesh_of("x"))) == ""
     assert refused_parallelism(shard(nn.Linear(4, 4), mesh_of("pp", size=1))) == ""

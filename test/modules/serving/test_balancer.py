@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 )
 
 from support.clock import Clock
+from support.errors import raising
 from support.strategies import Says
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
-from torchrl_moe.modules.serving import candidates as groups_module
+from torchrl_moe.modules.serving import candidates
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import TRANSITIONS, Groups, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.strategies import (
@@ -97,13 +98,6 @@ def test_a_strategy_sees_candidates_and_request_and_without_an_opinion_the_least
     ((candidates, context),) = ear.asked
     assert candidates == [1, 3]
     assert (context.prompt, context.session_id, context.request_context) == ([1, 2], "s", {"user": 7})
-
-
-def raising(error: BaseException) -> Any:
-    def answer() -> None:
-        raise error
-
-    return answer
 
 
 @pytest.mark.parametrize(
@@ -354,7 +348,7 @@ def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> Non
     [([False, None], None), ([None, None], None), ([True, False], 3), ([False, True], 3), ([False], 3)],
     ids=str,
 )
-def test_it_is_unsettled_once_all_have_ended_and_none_was_answered(
+def test_a_group_is_unsettled_once_all_have_ended_and_none_was_answered(
     ends: list[bool | None], expected: int | None
 ) -> None:
     groups = Groups()
@@ -364,7 +358,7 @@ def test_it_is_unsettled_once_all_have_ended_and_none_was_answered(
 
 
 def test_groups_with_requests_under_way_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups_module, "MOST_GROUPS", 64)
+    monkeypatch.setattr(candidates, "MOST_GROUPS", 64)
     groups, count = Groups(), 64 + 1
     ends = [groups.join(str(number), 1) for number in range(count)]
     groups.join("0", 2)(True)  # a later request of the first is on the same version

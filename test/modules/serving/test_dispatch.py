@@ -262,6 +262,46 @@ def test_a_group_whose_version_no_replica_will_ever_hold_again_is_reported_at_on
         run(lb, "a", group_ids=["g"])
 
 
+def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve: Any, monkeypatch: Any) -> None:
+    lb, count = serve(1, token_seconds=HOUR), 30
+    groups = [f"g{i}" for i in range(count)]
+    first = start(lb, [f"a{i}" for i in range(count)], group_ids=groups)
+    until(lambda: lb.replica_table[0].inflight == count)
+    lb.replica_table.set_version(0, 1)  # from here on the others wait to see what becomes of the first of their group
+    second = start(lb, [f"b{i}" for i in range(count)], group_ids=groups)
+    until(lambda: lb.unplaced == count)
+    tried: list[str] = []
+    acquire = lb.load_balancer.acquire
+
+    def count_and_acquire(prompt: Any, *how: Any) -> Any:
+        tried.append(bytes(prompt.tolist()).decode())
+        return acquire(prompt, *how)
+
+    monkeypatch.setattr(lb.load_balancer, "acquire", count_and_acquire)
+    for number in range(count):
+        lb.abort([f"a{number}"])  # that counts as an answer
+        until(lambda number=number: lb.unplaced == count - 1 - number)
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 0, which group 'g0' began on"):
+        second.result(PATIENCE)
+    assert tried == [f"b{i}" for i in range(count)]
+    assert all(completion.aborted for completion in first.result(PATIENCE))
+
+
+def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -> None:
+    lb = serve(2)
+    assert run(lb, "a", group_ids=["g"])[0].request_id == "a"
+    lb.set_states(ReplicaState.SYNCING)
+    lb.replica_table.set_version(0, 1)
+    call = start(lb, "b", group_ids=["g"])
+    until(lambda: lb.unplaced == 1)
+    lb.replica_table.note_version(2)  # an update of another driver's: replica 1 may come with that
+    let_pass(lb)
+    assert not call.done()
+    lb.replica_table.set_version(1, 2)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        call.result(PATIENCE)
+
+
 @pytest.mark.parametrize(
     ("states", "placement", "error"),
     [
@@ -295,7 +335,7 @@ def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) ->
     assert len(run(lb, "acd")) == 3
 
 
-def test_requests_that_had_finished_before_the_deadline_are_not_late_whatever_held_up_the_service(serve: Any) -> None:
+def test_requests_that_finish_before_the_service_looks_at_the_deadline_are_not_late(serve: Any) -> None:
     lb = serve()
     (replica,) = replicas(lb)
     replica.script["submit"] = lambda: until(lambda: not replica.call(Engine.stats, PATIENCE).running)
@@ -372,6 +412,53 @@ def test_an_event_loop_that_is_gone_does_not_disturb_the_replica(serve: Any) -> 
     loop.close()
     until(lambda: lb.replica_table[0].inflight == 0)
     task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own word for: on purpose
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what loops of dispatchers, not that of the fakes, were given to call from outside."""
+    called: list[str] = []
+    call = EventLoop.call
+
+    def count(loop: EventLoop, function: Any, *arguments: Any) -> bool:
+        if loop._name != "torchrl_moe-fakes":
+            called.append(getattr(function, "__name__", "other"))
+        return call(loop, function, *arguments)
+
+    monkeypatch.setattr(EventLoop, "call", count)
+    return called
+
+
+def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[str]) -> None:
+    lb, count = serve(1, token_seconds=HOUR), 300
+
+    async def main() -> list[Any]:
+        calls = [run_async(lb, f"{i}", timeout=1.0) for i in range(count)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert {type(result) for result in results} == {GenerationTimeout}
+    assert len(turns) <= 2 * count  # a beginning and an answer each
+
+
+def test_a_service_that_is_dropped_drops_what_it_runs_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
+    service = Scripted(1, 2, None)
+    monkeypatch.setattr(replicas(service)[0], "submit", lambda requests: [Future() for _ in requests])  # never ended
+    monkeypatch.setattr(replicas(service)[0], "abort", lambda ids: None)
+    with pytest.raises(GenerationTimeout):
+        run(service, "a", timeout=0.1)
+    dropped = weakref.ref(service)
+    del service
+
+    def is_gone() -> bool:
+        gc.collect()
+        return dropped() is None
+
+    until(is_gone)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 # -- a replica dies under requests ------------------------------------------------------------------------------------
@@ -644,46 +731,6 @@ def test_where_the_first_of_its_needs_is_cut_as_it_waits_for_a_place_the_next_ta
     assert second.result(PATIENCE)[0].metrics.replica == 0
 
 
-def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve: Any, monkeypatch: Any) -> None:
-    lb, count = serve(1, token_seconds=HOUR), 30
-    groups = [f"g{i}" for i in range(count)]
-    first = start(lb, [f"a{i}" for i in range(count)], group_ids=groups)
-    until(lambda: lb.replica_table[0].inflight == count)
-    lb.replica_table.set_version(0, 1)  # from here on the others wait to see what becomes of the first of their group
-    second = start(lb, [f"b{i}" for i in range(count)], group_ids=groups)
-    until(lambda: lb.unplaced == count)
-    tried: list[str] = []
-    acquire = lb.load_balancer.acquire
-
-    def count_and_acquire(prompt: Any, *how: Any) -> Any:
-        tried.append(bytes(prompt.tolist()).decode())
-        return acquire(prompt, *how)
-
-    monkeypatch.setattr(lb.load_balancer, "acquire", count_and_acquire)
-    for number in range(count):
-        lb.abort([f"a{number}"])  # that counts as an answer
-        until(lambda number=number: lb.unplaced == count - 1 - number)
-    with pytest.raises(StaleReplicaError, match="no serving replica holds version 0, which group 'g0' began on"):
-        second.result(PATIENCE)
-    assert tried == [f"b{i}" for i in range(count)]
-    assert all(completion.aborted for completion in first.result(PATIENCE))
-
-
-def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -> None:
-    lb = serve(2)
-    assert run(lb, "a", group_ids=["g"])[0].request_id == "a"
-    lb.set_states(ReplicaState.SYNCING)
-    lb.replica_table.set_version(0, 1)
-    call = start(lb, "b", group_ids=["g"])
-    until(lambda: lb.unplaced == 1)
-    lb.replica_table.note_version(2)  # an update of another driver's: replica 1 may come with that
-    let_pass(lb)
-    assert not call.done()
-    lb.replica_table.set_version(1, 2)
-    with pytest.raises(NoReplicaError, match="no replica is serving"):
-        call.result(PATIENCE)
-
-
 def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(serve: Any) -> None:
     lb = serve(2, places=1, token_seconds=slow_if("holder"))
     lb.set_states(ReplicaState.SYNCING, 0)
@@ -701,27 +748,7 @@ def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(se
     assert replicas(lb)[0].asked("submit") == [["urgent"], ["low"]]
 
 
-def test_a_service_that_is_dropped_drops_what_it_runs_in_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
-    service = Scripted(1, 2, None)
-    monkeypatch.setattr(replicas(service)[0], "submit", lambda requests: [Future() for _ in requests])  # never ended
-    monkeypatch.setattr(replicas(service)[0], "abort", lambda ids: None)
-    with pytest.raises(GenerationTimeout):
-        run(service, "a", timeout=0.1)
-    dropped = weakref.ref(service)
-    del service
-
-    def is_gone() -> bool:
-        gc.collect()
-        return dropped() is None
-
-    until(is_gone)
-    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
-
-
-# -- places for requests -----------------------------------------------------------------------------------------------
+# -- admission --------------------------------------------------------------------------------------------------------
 
 
 def test_no_request_starves_a_priority_is_worth_so_many_seconds() -> None:
@@ -751,30 +778,3 @@ def test_what_is_taken_out_leaves_nothing_behind() -> None:
     gc.collect()  # a request and its call hold each other
     assert [prompt() for prompt in prompts] == [None] * 899
     assert len(admission._turns) <= 2 * 100 + 64
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what loops of dispatchers, not that of the fakes, were given to call from outside."""
-    called: list[str] = []
-    call = EventLoop.call
-
-    def count(loop: EventLoop, function: Any, *arguments: Any) -> bool:
-        if loop._name != "torchrl_moe-fakes":
-            called.append(getattr(function, "__name__", "other"))
-        return call(loop, function, *arguments)
-
-    monkeypatch.setattr(EventLoop, "call", count)
-    return called
-
-
-def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[str]) -> None:
-    lb, count = serve(1, token_seconds=HOUR), 300
-
-    async def main() -> list[Any]:
-        calls = [run_async(lb, f"{i}", timeout=1.0) for i in range(count)]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    results = asyncio.run(main())
-    assert {type(result) for result in results} == {GenerationTimeout}
-    assert len(turns) <= 2 * count  # a beginning and an answer each

@@ -14,8 +14,16 @@ import pytest
 
 from support.processes import PYTHONPATH
 from torchrl_moe.errors import ReplicaDiedError
-from torchrl_moe.modules.serving import balancer as actors
+from torchrl_moe.modules.serving import balancer
 from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def three() -> Iterator[FakeAsyncVLLM]:
+    """Three fake replicas."""
+    with FakeAsyncVLLM(3) as three:
+        yield three
+
 
 FRESH = """
 import sys, time, weakref
@@ -76,28 +84,24 @@ def test_weights_come_by_a_sender_of_ours_and_no_workers_method(three: FakeAsync
     three.update_weights(iter([("w", 1)]))
     assert given == [[("w", 1)]]
     for method in ("load_weights_from_storage", "init_weight_update_group", "update_weight_broadcast"):
-        with pytest.raises(ValueError, match=rf"'{method}'\): {actors.WEIGHTS[:20]}"):
+        with pytest.raises(ValueError, match=rf"'{method}'\): {balancer.WEIGHTS[:20]}"):
             three.collective_rpc(method)
+
+
+# -- actor handles ----------------------------------------------------------------------------------------------------
 
 
 FEW: dict[str, Any] = {"sampling_params": {"max_tokens": 2}, "use_tqdm": False}
 
 
-@pytest.fixture
-def three() -> Iterator[FakeAsyncVLLM]:
-    """Three fake replicas."""
-    with FakeAsyncVLLM(3) as three:
-        yield three
-
-
-def test_there_is_one_for_each_replica_that_is_listed(three: FakeAsyncVLLM) -> None:
+def test_there_is_one_actor_for_each_replica_that_is_listed(three: FakeAsyncVLLM) -> None:
     assert three.actors == three.actors
     three.remove_replica(1)
     assert [actor.index for actor in three.actors] == [0, 2]
     assert repr(three.actors[1]) == "ActorHandle(#2 SERVING v0 inflight=0)"
 
 
-def test_each_answers_by_itself(three: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_actor_answers_by_itself(three: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [actor.generate("hi", **FEW).metrics.replica for actor in three.actors] == [0, 1, 2]
     last = three.actors[2]
     assert [one.metrics.replica for one in last.generate(prompt_token_ids=[[1], [2]], **FEW)] == [2, 2]
@@ -110,7 +114,7 @@ def test_each_answers_by_itself(three: FakeAsyncVLLM, monkeypatch: pytest.Monkey
     assert last.get_world_size() == 30  # all ranks of a replica
 
 
-def test_what_is_asked_of_one_concerns_that_one(three: FakeAsyncVLLM) -> None:
+def test_what_is_asked_of_one_actor_concerns_that_one(three: FakeAsyncVLLM) -> None:
     for entry in three.replica_table:
         three.load_balancer.acquire_at(entry.index, prompt=[1, 2, 3]).release()
     caches = [entry.cache for entry in three.replica_table]
@@ -119,7 +123,7 @@ def test_what_is_asked_of_one_concerns_that_one(three: FakeAsyncVLLM) -> None:
     assert lost == [False, True, False]
 
 
-def test_one_that_died_says_so(three: FakeAsyncVLLM) -> None:
+def test_an_actor_whose_replica_died_says_so(three: FakeAsyncVLLM) -> None:
     three.replicas[1].die("gone")
     actor = three.actors[1]
     assert math.isnan(actor.get_cache_usage())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.errors import raising
 from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening, slow_if, until_running
 from support.waiting import PATIENCE, in_thread, until
@@ -26,6 +28,18 @@ from torchrl_moe.testing.fake_engine import FakeReplica
 from torchrl_moe.testing.fake_weights import FakeFleet
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def until_serving(service: RestartingService, restarts: list[int]) -> None:
+    until(lambda: service.states == ["SERVING"] * len(restarts) and service.restarts == restarts)
+
+
+def serve_version(service: RestartingService, version: int) -> Callable[[int], None]:
+    def bring(index: int) -> None:
+        service.replica_table.set_version(index, version)
+        service.replica_table.set_state(index, ReplicaState.SERVING)
+
+    return bring
 
 
 def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serve: Any) -> None:
@@ -100,10 +114,15 @@ def test_a_pause_that_failed_on_one_replica_is_taken_back_on_the_others(serve: A
 
 def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve: Any) -> None:
     engine, barrier = serve(3), threading.Barrier(3, timeout=60.0)
+
+    def meet_and_answer(index: int, *given: Any, **named: Any) -> Any:
+        barrier.wait()
+        return index, given, named
+
     for i, replica in enumerate(engine.replicas):
-        replica.overrides["collective_rpc"] = lambda *given, i=i, **named: (barrier.wait() < 3, i, given, named)
+        replica.overrides["collective_rpc"] = functools.partial(meet_and_answer, i)
     asked = {"method": "do", "args": (), "kwargs": None}
-    assert engine.collective_rpc("do", 7.0) == [(True, i, (7.0,), asked) for i in range(3)]
+    assert engine.collective_rpc("do", 7.0) == [(i, (7.0,), asked) for i in range(3)]
 
 
 def test_it_is_ready_while_a_replica_serves_and_may_be_shut_down_by_many_threads(serve: Any) -> None:
@@ -212,13 +231,6 @@ def test_a_removal_that_takes_too_long_or_is_interrupted_is_taken_back(
     until_serving(service, [0, 1])
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*what: Any, **how: Any) -> Any:
-        raise error
-
-    return fail
-
-
 def test_a_replica_takes_nothing_new_while_it_is_drained_whatever_an_update_does(fleet: Any) -> None:
     service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
     call = in_thread(lambda: ask(service, actor_index=1, request_ids="x"))
@@ -251,8 +263,7 @@ def test_a_shutdown_ends_those_that_are_being_added(fleet: Any) -> None:
     assert not any(line[0].is_alive() for line in service.made)
 
 
-def until_serving(service: RestartingService, restarts: list[int]) -> None:
-    until(lambda: service.states == ["SERVING"] * len(restarts) and service.restarts == restarts)
+# -- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,15 +343,62 @@ def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(
     assert service.replica_table[0].last_error == "restarting failed with KeyError('settings')"
 
 
+def test_one_that_cannot_be_asked_keeps_no_other_from_being_watched_and_coming_back(fleet: Any) -> None:
+    service, error = fleet(4), OSError("too many open files")
+    silent = service.made[0][0]
+    silent.is_alive = raising(error)
+    try:
+        service.kill(1)
+        until_serving(service, [0, 1, 0, 0])
+        expected = f"EngineError: replica 0 could not be asked whether it is alive: {error!r}"
+        until(lambda: service._fleet.supervisor_error == expected)
+    finally:
+        del silent.is_alive
+    until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 4)
+    service.made[2][0].ask = raising(error)
+    service.made[3][0].stall()
+    until_serving(service, [0, 1, 1, 1])  # the one that cannot even be probed gave no sign of life either
+
+
+def test_the_supervisor_outlives_an_error_says_so_and_continues(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    service, start = fleet(), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("torchrl_moe-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        service.kill(0)
+        error = until(lambda: service.stats()[0]["supervisor_error"])  # at its first restart
+        assert error == "NoThreadError: can't start new thread"
+    until_serving(service, [1, 0])
+    until(lambda: {row["supervisor_error"] for row in service.stats()} == {None})
+    assert "the supervisor failed at replica 0, and goes on" in caplog.messages
+
+
+def test_the_log_says_of_each_death_and_return_once(fleet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    service = fleet()
+    service.kill(0, "out of memory\nits log")
+    until_serving(service, [1, 0])
+    service.replica_table.set_state(1, ReplicaState.SYNCING)
+    service.replica_table.set_state(1, ReplicaState.QUARANTINED)
+    until_serving(service, [1, 1])
+    assert caplog.messages == [
+        "replica 0 died: out of memory",
+        "replica 0 serves again, after restart 1",
+        "replica 1 is quarantined: an update left it with unknown weights",
+        "replica 1 serves again, after restart 1",
+    ]
+    caplog.clear()
+    service.shutdown()
+    assert caplog.messages == []
+
+
 # -- the current weights ----------------------------------------------------------------------------------------------
-
-
-def serve_version(service: RestartingService, version: int) -> Callable[[int], None]:
-    def bring(index: int) -> None:
-        service.replica_table.set_version(index, version)
-        service.replica_table.set_state(index, ReplicaState.SERVING)
-
-    return bring
 
 
 @pytest.mark.parametrize(
@@ -562,42 +620,49 @@ def test_one_that_is_doubted_is_probed_at_once_and_not_again_before_it_answered(
     assert replica.asked("probe") == [HOUR / 2]  # half of the time is the core's
 
 
+# -- health probes ----------------------------------------------------------------------------------------------------
+
+
+WELL = ProbeReport(core_answered=True)
+OWNER = None  # not even that of the core answers
+CORE = ProbeReport(core_answered=False)
+STOPPED = ProbeReport(core_answered=False, stopped=True)
+BUSY = [ProbeReport(core_answered=False, cpu_seconds=0.5 * i) for i in range(1, 7)]  # a twentieth of one core
+OTHERS = [ProbeReport(core_answered=False, cpu_seconds=10.0 * i, stopped=True) for i in range(1, 4)]
+SILENT = "gave no sign of life in 30 s"
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        *(([one, one, WELL, one, one, one], [""] * 5 + [SILENT]) for one in (OWNER, CORE, STOPPED)),
+        (BUSY, [""] * 4 + ["computed for 50 s without an answer", "computed for 60 s without an answer"]),
+        ([*BUSY[:4], WELL, *BUSY[:4]], [""] * 9),
+        (OTHERS, ["", "", SILENT]),  # what others compute is no life of a stopped process
+        ([CORE, CORE, BUSY[0], CORE, CORE], [""] * 5),
+    ],
+)
+def test_patience_ends_after_so_many_probes_without_a_sign_of_life(reports: list[Any], said: list[str]) -> None:
+    history = ProbeHistory(FaultPolicy(probe=10.0, patience=30.0, slow_patience=50.0))
+    assert [history.note(report) for report in reports] == said
+
+
+def test_one_that_does_not_answer_gets_no_requests_and_is_left_alone_while_its_weights_are_replaced(fleet: Any) -> None:
+    service = fleet(2, lambda i, n: ScriptedReplica(i), replace(QUICK, probe=0.2, patience=0.4))
+    replica, table = service.made[0][0], service.replica_table
+    replica.stall()
+    until(lambda: table[0].last_error == "gave no sign of life to a health probe")
+    assert [entry.index for entry in table.serving()] == [1]
+    table.set_state(0, ReplicaState.SYNCING)
+    before = len(replica.asked("probe"))
+    time.sleep(0.5)
+    assert len(replica.asked("probe")) == before
+    table.set_state(0, ReplicaState.SERVING)  # the count begins again
+    until(lambda: service.restarts == [1, 0])
+    assert len(replica.asked("probe")) == before + 2
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_one_that_cannot_be_asked_keeps_no_other_from_being_watched_and_coming_back(fleet: Any) -> None:
-    service, error = fleet(4), OSError("too many open files")
-    silent = service.made[0][0]
-    silent.is_alive = raising(error)
-    try:
-        service.kill(1)
-        until_serving(service, [0, 1, 0, 0])
-        expected = f"EngineError: replica 0 could not be asked whether it is alive: {error!r}"
-        until(lambda: service._fleet.supervisor_error == expected)
-    finally:
-        del silent.is_alive
-    until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 4)
-    service.made[2][0].ask = raising(error)
-    service.made[3][0].stall()
-    until_serving(service, [0, 1, 1, 1])  # the one that cannot even be probed gave no sign of life either
-
-
-def test_it_outlives_an_error_says_so_and_continues(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    service, start = fleet(), threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("torchrl_moe-"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        service.kill(0)
-        error = until(lambda: service.stats()[0]["supervisor_error"])  # at its first restart
-        assert error == "NoThreadError: can't start new thread"
-    until_serving(service, [1, 0])
-    until(lambda: {row["supervisor_error"] for row in service.stats()} == {None})
-    assert "the supervisor failed at replica 0, and goes on" in caplog.messages
 
 
 def no_thread_restarts() -> bool:
@@ -657,66 +722,6 @@ def test_a_replica_that_cannot_be_ended_does_not_keep_the_service_from_its_end(
     assert not service.made[1][0].is_alive()
     until(lambda: not any(thread.is_alive() for thread in loops), 10.0)
     service.made[0][0].shutdown()
-
-
-# -- health probes -----------------------------------------------------------------------------------------------------
-
-
-WELL = ProbeReport(core_answered=True)
-OWNER = None  # not even that of the core answers
-CORE = ProbeReport(core_answered=False)
-STOPPED = ProbeReport(core_answered=False, stopped=True)
-BUSY = [ProbeReport(core_answered=False, cpu_seconds=0.5 * i) for i in range(1, 7)]  # a twentieth of one core
-OTHERS = [ProbeReport(core_answered=False, cpu_seconds=10.0 * i, stopped=True) for i in range(1, 4)]
-SILENT = "gave no sign of life in 30 s"
-
-
-@pytest.mark.parametrize(
-    ("reports", "said"),
-    [
-        *(([one, one, WELL, one, one, one], [""] * 5 + [SILENT]) for one in (OWNER, CORE, STOPPED)),
-        (BUSY, [""] * 4 + ["computed for 50 s without an answer", "computed for 60 s without an answer"]),
-        ([*BUSY[:4], WELL, *BUSY[:4]], [""] * 9),
-        (OTHERS, ["", "", SILENT]),  # what others compute is no life of a stopped process
-        ([CORE, CORE, BUSY[0], CORE, CORE], [""] * 5),
-    ],
-)
-def test_patience_ends_after_so_many_probes_without_a_sign_of_life(reports: list[Any], said: list[str]) -> None:
-    history = ProbeHistory(FaultPolicy(probe=10.0, patience=30.0, slow_patience=50.0))
-    assert [history.note(report) for report in reports] == said
-
-
-def test_one_that_does_not_answer_gets_no_requests_and_is_left_alone_while_its_weights_are_replaced(fleet: Any) -> None:
-    service = fleet(2, lambda i, n: ScriptedReplica(i), replace(QUICK, probe=0.2, patience=0.4))
-    replica, table = service.made[0][0], service.replica_table
-    replica.stall()
-    until(lambda: table[0].last_error == "gave no sign of life to a health probe")
-    assert [entry.index for entry in table.serving()] == [1]
-    table.set_state(0, ReplicaState.SYNCING)
-    before = len(replica.asked("probe"))
-    time.sleep(0.5)
-    assert len(replica.asked("probe")) == before
-    table.set_state(0, ReplicaState.SERVING)  # the count begins again
-    until(lambda: service.restarts == [1, 0])
-    assert len(replica.asked("probe")) == before + 2
-
-
-def test_the_log_says_of_each_death_and_return_once(fleet: Any, caplog: pytest.LogCaptureFixture) -> None:
-    service = fleet()
-    service.kill(0, "out of memory\nits log")
-    until_serving(service, [1, 0])
-    service.replica_table.set_state(1, ReplicaState.SYNCING)
-    service.replica_table.set_state(1, ReplicaState.QUARANTINED)
-    until_serving(service, [1, 1])
-    assert caplog.messages == [
-        "replica 0 died: out of memory",
-        "replica 0 serves again, after restart 1",
-        "replica 1 is quarantined: an update left it with unknown weights",
-        "replica 1 serves again, after restart 1",
-    ]
-    caplog.clear()
-    service.shutdown()
-    assert caplog.messages == []
 
 
 def test_a_sync_may_end_the_service(fleet: Any) -> None:

@@ -249,7 +249,7 @@ OWN = {"custom_ops": ["none"]}
         # a folder without a model is refused, and a hub's name is not
         ({"model": "EMPTY"}, "the folder has no config.json"),
         ({"model": "EMPTY/none"}, "the folder does not exist"),
-        ({"model": "FULL"}, {"model": "FULL"}),
+        ({"model": "FULL"}, {}),
     ],
 )
 def test_arguments_of_a_pretrained_engine(tmp_path: Path, model: Path, given: dict[str, Any], expected: Any) -> None:
@@ -295,7 +295,8 @@ def test_with_a_name_it_outlives_its_driver_and_without_has_one_that_nobody_else
     assert one.resources == {"CPU": 2.0}  # for each of its devices
     assert (named.name, named.namespace, named.detached) == ("policy", "ours", True)
     assert named.resources == {"CPU": 3.0, "slot": 1.0}
-    made: list[Any] = [make(index) for make in [ray_factory(one)] for index in (2, 0, 2)]
+    make = ray_factory(one)
+    made: list[Any] = [make(index) for index in (2, 0, 2)]
     # replicas of one service have seeds of their own
     assert [(replica.index, replica._service, replica._number) for replica in made] == [
         (2, one, 0),

@@ -533,7 +533,7 @@ def test_routes_of_one_prompt_come_in_whatever_holds_them(value: Any) -> None:
     "values",
     [
         [ROWS, ROWS + 1],
-        tuple(held(ROWS + one)[one + 1] for one in range(2)),
+        (held(ROWS)[1], held(ROWS + 1)[2]),
         *held(np.stack([ROWS, ROWS + 1])),
         lazy_stack([held(ROWS)[2], held(ROWS + 1)[2]]),
     ],

@@ -240,7 +240,7 @@ def test_a_replica_that_ray_restarts_serves_nobody_until_it_has_the_others_versi
     os.kill(pids(maker.replica_table[1].replica)[0], signal.SIGKILL)
     until(lambda: maker.replica_table[1].recovery is Recovery.UPDATE)
     assert maker.replica_table[1].replica.call(Engine.weights_version, 20.0) == 0
-    assert states(publisher) == ["SERVING", "DEAD"]
+    until(lambda: states(publisher) == ["SERVING", "DEAD"])
     with AsyncVLLM.connect("aging") as late:
         assert states(maker) == states(late) == ["SERVING", "STARTING"]
         for driver in (maker, late):

@@ -17,8 +17,7 @@ import pytest
 
 from support.processes import group
 from support.waiting import until
-from torchrl_moe.modules.backends.process import engine_program as engine_program
-from torchrl_moe.modules.backends.process import link
+from torchrl_moe.modules.backends.process import engine_program, link
 from torchrl_moe.modules.backends.process.engine_program import Load, StatsFeed
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, ReplicaStats
 
@@ -27,7 +26,7 @@ def leader(code: str) -> subprocess.Popen[bytes]:
     """A process that leads a group of three: a child of its own and Python's resource tracker are in it."""
     start = (
         "import subprocess, sys; from multiprocessing import resource_tracker;"
-        "from torchrl_moe.modules.backends.process import engine_program as engine_program;"
+        "from torchrl_moe.modules.backends.process import engine_program;"
         "subprocess.Popen(['sleep', '600']); resource_tracker.ensure_running(); print('up', end='');"
     )
     arguments = [sys.executable, "-c", f"{start} sys.stdin.read(); {code}"]

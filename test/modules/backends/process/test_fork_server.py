@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from support import forkable, toy_kind
+from support.errors import raising
 from support.forkable import GONE, Forked, Forks
 from support.processes import group, is_gone, toy_environment, toy_replica
 from support.waiting import in_thread, until
@@ -48,13 +49,6 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 def check_hung_up(connection: Connection) -> None:
     with pytest.raises((EOFError, ConnectionResetError)):
         connection.recv()
-
-
-def raising(error: Exception) -> Any:
-    def call(*_: Any) -> Any:
-        raise error
-
-    return call
 
 
 def error_of(number: int) -> OSError:
@@ -221,7 +215,37 @@ def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str
     assert server.how_it_ended() == ""  # and not an error, in a thread that is late
 
 
-# -- a driver's end, however it dies -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("call", "fails", "words"),
+    [
+        ("pidfd_open", raising(error_of(errno.EMFILE)), "Too many open files"),  # it cannot be watched
+        ("sched_getaffinity", lambda _: {1000}, "ended with exit code 1 before it ran"),  # nor take over what we have
+    ],
+)
+def test_a_process_that_is_not_as_it_must_be_is_not_handed_out(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch, call: str, fails: Any, words: str
+) -> None:
+    server = forks.server()
+    monkeypatch.setattr(os, call, fails)
+    launch, connection = forks.ask(server)
+    with pytest.raises(CannotFork, match=words):
+        launch.wait()
+    check_hung_up(connection)
+
+
+@pytest.mark.parametrize("how", ["not in this Python", "not in this kernel"])
+def test_there_is_no_server_where_forking_is_not_possible(
+    forks: Forks, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "not in this Python":
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", raising(error_of(errno.ENOSYS)))
+    with pytest.raises(CannotFork, match=r"are not available: .*('pidfd_open'|not implemented)"):
+        forks.server()
+
+
+# -- a driver's end, however it dies ----------------------------------------------------------------------------------
 
 DRIVERS = """
 import json, os, signal, sys, time
@@ -298,7 +322,7 @@ def test_the_server_ends_after_its_driver_and_nothing_is_left(dead_drivers: Driv
     assert found["code"] == (-9 if how == "ignores its children" else None)  # exit codes arrive there, too
 
 
-# -- the child ---------------------------------------------------------------------------------------------------------
+# -- the child --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -507,33 +531,3 @@ def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: P
         Child(0, toy_kind, {"A": 1})  # type: ignore[dict-item]
     assert list(temporary.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-@pytest.mark.parametrize(
-    ("call", "fails", "words"),
-    [
-        ("pidfd_open", raising(error_of(errno.EMFILE)), "Too many open files"),  # it cannot be watched
-        ("sched_getaffinity", lambda _: {1000}, "ended with exit code 1 before it ran"),  # nor take over what we have
-    ],
-)
-def test_a_process_that_is_not_as_it_must_be_is_not_handed_out(
-    forks: Forks, monkeypatch: pytest.MonkeyPatch, call: str, fails: Any, words: str
-) -> None:
-    server = forks.server()
-    monkeypatch.setattr(os, call, fails)
-    launch, connection = forks.ask(server)
-    with pytest.raises(CannotFork, match=words):
-        launch.wait()
-    check_hung_up(connection)
-
-
-@pytest.mark.parametrize("how", ["not in this Python", "not in this kernel"])
-def test_there_is_no_server_where_forking_is_not_possible(
-    forks: Forks, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if how == "not in this Python":
-        monkeypatch.delattr(os, "pidfd_open")
-    else:
-        monkeypatch.setattr(os, "pidfd_open", raising(error_of(errno.ENOSYS)))
-    with pytest.raises(CannotFork, match=r"are not available: .*('pidfd_open'|not implemented)"):
-        forks.server()

@@ -22,8 +22,7 @@ from support.waiting import HOUR, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import link
-from torchrl_moe.modules.backends.ray import cluster
-from torchrl_moe.modules.backends.ray import ray_replica as ray_replica
+from torchrl_moe.modules.backends.ray import cluster, ray_replica
 from torchrl_moe.modules.backends.ray.cluster import (
     NAMESPACE,
     RayService,
@@ -36,7 +35,7 @@ from torchrl_moe.modules.backends.ray.ray_replica import ActorLink, RayReplica
 from torchrl_moe.modules.backends.ray.replica_host import dial
 
 
-# -- over a host in this process ---------------------------------------------------------------------------------------
+# -- over a host in this process --------------------------------------------------------------------------------------
 class HostLink:
     """An ``ActorLink`` to a host that is here."""
 
@@ -227,6 +226,24 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
         link.end_and_forget()
 
 
+def test_who_joins_places_no_actor(fake: FakeCluster) -> None:
+    replica = RayReplica(2, ray_service(name="s", detached=True))
+    replica.join()
+    said = "replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
+    with pytest.raises(ReplicaDiedError, match=said):
+        replica.wait_ready(20)
+    assert fake.asked == 0
+
+
+def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
+    replica = RayReplica(5, ray_service(name="s"))
+    replica.shutdown()
+    replica.disconnect()
+    assert not replica.is_alive()
+    with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
+        replica.call(Engine.stats, 1)
+
+
 # -- in a cluster -----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def nothing_left(ray_cluster: Any) -> Iterator[None]:
@@ -412,21 +429,3 @@ def test_a_process_that_left_ray_is_not_brought_back_by_a_replica_that_it_had(ra
     finally:
         ray.shutdown()
         ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="error")
-
-
-def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, replica = FakeCluster(monkeypatch), RayReplica(2, ray_service(name="s", detached=True))
-    replica.join()
-    said = "replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
-    with pytest.raises(ReplicaDiedError, match=said):
-        replica.wait_ready(20)
-    assert fake.asked == 0
-
-
-def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
-    replica = RayReplica(5, ray_service(name="s"))
-    replica.shutdown()
-    replica.disconnect()
-    assert not replica.is_alive()
-    with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
-        replica.call(Engine.stats, 1)

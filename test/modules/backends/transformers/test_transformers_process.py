@@ -34,7 +34,29 @@ from torchrl_moe.testing.tiny_moe import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
+def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
+    async def script(bench: Bench) -> None:
+        bench.start("a")
+        bench.start("b", [70], params={"n": 3, "max_tokens": 2})
+        bench.start("bad", params={"logit_bias": {1: 1.0}})
+        bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
+        await bench.until(lambda: len(bench.sent) == 3)
+
+    bench = serve(plain, script)
+    assert list(bench.refused) == ["bad"]
+    assert [len(output.token_ids) for output in bench.sent["b"].outputs] == [2, 2, 2]
+    assert bench.sent["a"].outputs[0].finish_reason == "length"
+    scores = bench.sent["s"].prompt_logprobs
+    assert scores is not None
+    assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
+    load, metrics = bench.requests.load, bench.sent["a"].metrics
+    assert (load.requests, load.completions, load.prompt_tokens, load.generated_tokens) == (3, 4, 6, 8 + 6)
+    assert (load.running, load.waiting, len(bench.requests), load.tokens) == (0, 0, 0, 14)
+    assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
+    assert load.generation_seconds >= metrics.total_seconds
+
+
 def test_a_late_abort_spares_the_next_request_of_that_id(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on, step = threading.Event(), threading.Event(), plain.decoder.step
 
@@ -63,7 +85,6 @@ def test_a_late_abort_spares_the_next_request_of_that_id(plain: Loaded, monkeypa
     serve(plain, script)
 
 
-# -- pauses -----------------------------------------------------------------------------------------------------------
 def test_requests_of_lower_priority_value_join_first_if_the_engine_goes_by_priority(plain: Loaded) -> None:
     arguments = replace(plain.arguments, max_num_seqs=1, scheduling_policy="priority")
 
@@ -116,7 +137,7 @@ def test_whatever_comes_between_each_answer_is_the_models(plain: Loaded, monkeyp
                 check_output(plain, prompts.get(name, [70]), output)
 
 
-# -- new weights -------------------------------------------------------------------------------------------------------
+# -- new weights ------------------------------------------------------------------------------------------------------
 IDS = list(range(70, 80))
 LONG = {"max_tokens": 24, "temperature": 0.0}
 
@@ -246,11 +267,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, 
     serve(engine, script)
 
 
-# -- a service ---------------------------------------------------------------------------------------------------------
+# -- a service --------------------------------------------------------------------------------------------------------
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
 @pytest.fixture(params=["memmap", pytest.param("gloo", marks=pytest.mark.parity)])
 def versions(
     second_engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, request: pytest.FixtureRequest
@@ -370,25 +390,3 @@ def test_a_model_that_fails_ends_the_process_with_its_words(plain: Loaded, monke
     assert [message for message in sent if message[0] != "stats"] == [
         ("died", "", "its engine failed: RuntimeError: out of memory")
     ]
-
-
-def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
-    async def script(bench: Bench) -> None:
-        bench.start("a")
-        bench.start("b", [70], params={"n": 3, "max_tokens": 2})
-        bench.start("bad", params={"logit_bias": {1: 1.0}})
-        bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
-        await bench.until(lambda: len(bench.sent) == 3)
-
-    bench = serve(plain, script)
-    assert list(bench.refused) == ["bad"]
-    assert [len(output.token_ids) for output in bench.sent["b"].outputs] == [2, 2, 2]
-    assert bench.sent["a"].outputs[0].finish_reason == "length"
-    scores = bench.sent["s"].prompt_logprobs
-    assert scores is not None
-    assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
-    load, metrics = bench.requests.load, bench.sent["a"].metrics
-    assert (load.requests, load.completions, load.prompt_tokens, load.generated_tokens) == (3, 4, 6, 8 + 6)
-    assert (load.running, load.waiting, len(bench.requests), load.tokens) == (0, 0, 0, 14)
-    assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
-    assert load.generation_seconds >= metrics.total_seconds

@@ -625,7 +625,9 @@ def test_a_state_that_ends_its_block_stays_there(v2: SimpleNamespace) -> None:
     out = blank(3)
     after_step(v2, torch.ones(3, dtype=torch.int32), torch.tensor([8, 9, 8]), out, torch.tensor([1, -1, 0]))
     assert out.tolist() == [1, -7, -7]
-    # the number of tokens that a step accepted
+
+
+def test_how_many_tokens_a_step_accepted_stands_in_its_slots(v2: SimpleNamespace) -> None:
     slots, out = torch.tensor([3, -1, 0]), blank(4)
     v2.mamba_hybrid._scatter_num_accepted_kernel[(3,)](slots, torch.tensor([0, 5, 2]), out)
     assert out.tolist() == [2, -7, -7, 1]

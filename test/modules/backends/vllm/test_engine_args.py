@@ -264,7 +264,11 @@ def test_latent_attention_runs_without_vllms_own_kernels_on_a_cpu(
         return build_engine_args({"model": model, "compilation_config": {"custom_ops": [*given]}}).compilation_config
 
     asked: list[dict[str, Any]] = []
-    launch = lambda arguments, *_, **__: contextlib.nullcontext(asked.append(arguments))  # noqa: E731
+
+    def launch(arguments: dict[str, Any], *_: Any, **__: Any) -> Any:
+        asked.append(arguments)
+        return contextlib.nullcontext()
+
     monkeypatch.setattr(AsyncVLLM, "launch", launch)
     AsyncVLLM.from_pretrained(folder, dtype="float32", max_model_len=64)
     with started(folder, AutoConfig.from_pretrained(folder), "vllm", "float32", ["max_model_len=64"]):

@@ -199,7 +199,7 @@ class State:
 class HandEngine:
     """Makes a token per request and :meth:`step`: 100 times its version, plus the place. A row says the same.
 
-    The prefix cache is one flag per salt: the second request finds everything.
+    Its prefix cache is a set of versions for each salt: those whose weights made what is cached.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class HandEngine:
         self.states: dict[str, State] = {}
         self.paused = False
         self.asked: list[str] = []
-        self.salts: dict[str, set[int]] = {}  # whose weights made what is cached
+        self.salts: dict[str, set[int]] = {}
         self.changed = asyncio.Condition()
         self.reading: asyncio.Event | None = None  # if set, a request is not known before
         self.refuses = False  # new requests, as later releases do in a pause that keeps none

@@ -86,7 +86,7 @@ def test_what_changes_logits_is_computed_by_the_same_runner(engine: AsyncVLLM) -
     assert sorted(answer) == [*range(65, 85)]
 
 
-# -- requests, from outside --------------------------------------------------------------------------------------------
+# -- requests, from outside -------------------------------------------------------------------------------------------
 @CHUNKED
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -155,6 +155,22 @@ def test_a_log_holds_no_line_for_a_request_and_no_bars(engine: AsyncVLLM) -> Non
     assert "shards" not in before and "%" not in before
 
 
+@CHUNKED
+def test_parts_of_what_may_start_again_come_at_once(engine: AsyncVLLM) -> None:
+    parts: list[Completion] = []
+    params = {"max_tokens": 40, "ignore_eos": True, "presence_penalty": 0.1}
+    whole = asyncio.run(engine.agenerate(prompt_token_ids=[5, 6, 7], sampling_params=params, on_part=parts.append))
+    assert not parts
+    assert len(whole.outputs[0].token_ids) == 40
+
+
+@pytest.mark.engine("qwen3_moe", dtype="bfloat16", max_num_seqs=8)
+def test_a_small_model_in_bfloat16_serves(engine: AsyncVLLM) -> None:
+    """A CPU with AMX kills a process that has not asked for its tiles, and small products do not ask."""
+    assert [len(tokens) for tokens in tokens_of(generate(engine, [[1, 2, 3]]))] == [20]
+    assert [entry.restarts for entry in engine.replica_table] == [0]
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("least", "most"),
@@ -174,7 +190,7 @@ def test_a_float32_last_layer_rounds_no_logits(engine: AsyncVLLM, least: float, 
     assert len(tokens_of(generate(engine, [[72, 105]]))[0]) == 20
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
+# -- scores -----------------------------------------------------------------------------------------------------------
 def check_scores(scores: Any, expected: torch.Tensor) -> None:
     assert scores.dtype == torch.float32
     assert scores.shape == expected.shape
@@ -216,7 +232,7 @@ def test_what_cannot_be_scored_is_refused(engine: AsyncVLLM) -> None:
             engine.score(ids, kept=kept)
 
 
-# -- recorded experts --------------------------------------------------------------------------------------------------
+# -- recorded experts -------------------------------------------------------------------------------------------------
 def check_followed(reference: Reference, completion: Completion, rows: NDArray[Any] | None) -> None:
     """The engine recorded the rows that it followed, and transformers, which follows them too, finds its log-probs."""
     if rows is None:
@@ -293,19 +309,3 @@ def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: Asyn
         cached.append(completion.num_cached_tokens)
         check_followed(reference, completion, one)
     assert cached == [0, 256, 128, 0, 256]
-
-
-@CHUNKED
-def test_parts_of_what_may_start_again_come_at_once(engine: AsyncVLLM) -> None:
-    parts: list[Completion] = []
-    params = {"max_tokens": 40, "ignore_eos": True, "presence_penalty": 0.1}
-    whole = asyncio.run(engine.agenerate(prompt_token_ids=[5, 6, 7], sampling_params=params, on_part=parts.append))
-    assert not parts
-    assert len(whole.outputs[0].token_ids) == 40
-
-
-@pytest.mark.engine("qwen3_moe", dtype="bfloat16", max_num_seqs=8)
-def test_a_small_model_in_bfloat16_serves(engine: AsyncVLLM) -> None:
-    """A CPU with AMX kills a process that has not asked for its tiles, and small products do not ask."""
-    assert [len(tokens) for tokens in tokens_of(generate(engine, [[1, 2, 3]]))] == [20]
-    assert [entry.restarts for entry in engine.replica_table] == [0]
