@@ -45,7 +45,7 @@ def first(engine: FakeAsyncVLLM, env: HarnessEnv, **kwargs: Any) -> TensorDictBa
     kwargs = {"policy": policy_of(engine), **kwargs}
     collector = AsyncLLMCollector(env, dataloader=Questions(), group_size=2, max_staleness=0, **kwargs)
     try:
-        return in_thread(lambda: next(iter(collector))).result(PATIENCE)
+        return in_thread(lambda: next(iter(collector))).result(2 * PATIENCE)  # a deadline says more than this does
     finally:
         collector.shutdown()
 
