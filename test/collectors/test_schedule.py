@@ -31,6 +31,8 @@ def test_so_many_groups_begin_as_will_be_used_in_time() -> None:
     ("schedule", "happens", "batches"),
     [
         (Schedule(2, 1, "fifo"), "123t0tt", [[], [0, 1], [2, 3]]),  # it waits for the head
+        (Schedule(1, 1, "fifo"), "1t0tt", [[], [0], [1]]),
+        (Schedule(1, 1, "window", window=0.01), "1t0tt", [[], [0], [1]]),  # W = 1 at least
         # W = 2 of 4 places: first only 0 and 1 are within reach, then 2 is still out of it
         (Schedule(2, 1, "window", window=0.5), "23t1t0t", [[], [], [0, 1]]),
         # W = 2: 2 would overtake the head as the second one
@@ -42,7 +44,9 @@ def test_so_many_groups_begin_as_will_be_used_in_time() -> None:
 def test_what_may_overtake_what(schedule: Schedule, happens: str, batches: list[list[int]]) -> None:
     """A digit: that group is ready; ``t``: a batch is taken."""
     fill(schedule)
+    assert schedule.ready_groups == 0
     assert [schedule.take() for one in happens if one == "t" or schedule.ready(int(one))] == batches
+    assert schedule.ready_groups == sum(one != "t" for one in happens) - sum(map(len, batches))
 
 
 @pytest.mark.parametrize("says", [Schedule.trained, Schedule.updated], ids=["asks again", "updates"])
@@ -93,8 +97,7 @@ def test_a_burst_of_updates_is_forgotten_and_those_before_the_first_batch_do_not
         schedule.trained()
         fill(schedule)
         in_line.append(schedule.in_line)
-    assert min(in_line) == 1  # S // 3 = 0 batches ahead
-    assert in_line[-1] == 3
+    assert in_line == [3, 3, 3, 2, 1, 1, 1, 3, 3, 3, 3, 3]  # S // 3 = 0 batches ahead, for four batches
 
 
 def test_the_newest_group_may_lag_by_what_its_place_in_line_leaves() -> None:
@@ -104,6 +107,17 @@ def test_the_newest_group_may_lag_by_what_its_place_in_line_leaves() -> None:
         schedule.begin()
         slacks.append(schedule.slack)
     assert slacks == [2, 2, 1, 1, 0, 0]
+    schedule, slacks = Schedule(1, 4, "fifo"), []
+    for group in range(2):  # two updates between two batches: each batch ahead costs two
+        schedule.begin()
+        schedule.ready(group)
+        schedule.take()
+        schedule.updated(2)
+    schedule.trained()
+    while schedule.may_begin:
+        schedule.begin()
+        slacks.append(schedule.slack)
+    assert slacks == [4, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,8 @@ def test_prefix_length_limits_what_is_looked_at() -> None:
     lb.acquire_at(3, prompt=question(1, 32) + [5] * 100).release()
     assert place(lb, [question(1, 32) + [6] * 100]) == [3]
     assert place(lb, [question(1, 15) + [6] * 100]) == [2]  # another first block: the next in turn
+    with pytest.raises(ValueError, match="prefix_length must be"):
+        PrefixAware(prefix_length=0)
 
 
 @pytest.mark.parametrize(("threshold", "most"), [(1.0, 11), (1.5, 32)])
