@@ -249,7 +249,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     # what vLLM's CPU kernels cannot do
     if on_cpu and is_moe:
         _check_experts_on_cpu(engine_args)
-    if on_cpu and model_config.use_mla:
+    if on_cpu and model_config.use_mla:  # latent attention, which they compute otherwise than torch does
         custom_ops = engine_args.compilation_config.custom_ops
         if any(name != "none" for name in custom_ops):
             raise ValueError(
