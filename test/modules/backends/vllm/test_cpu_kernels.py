@@ -191,9 +191,8 @@ def test_drafts_are_kept_and_starts_may_be_absent() -> None:
     computed, rejected = (torch.tensor(x, dtype=torch.int32) for x in ([5, 5, 5], [1, 1, 2]))
     none, tokens = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int64)
     drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    cpu_kernels.post_update(
-        slots, computed, tokens, None, tokens, none, rejected, None, none.expand(L, -1).T, none, drafts, out
-    )
+    given = slots, computed, tokens, None, tokens, none, rejected, None, none.expand(L, -1).T, none, drafts, out
+    cpu_kernels.post_update(*(None if one is None else one.numpy() for one in given))
     assert (out.tolist(), computed.tolist()) == ([[5, 6], [0, 0], [1, 2]], [3, 5, 4])
 
 
@@ -238,9 +237,9 @@ def test_context_parallelism_is_refused(v2: SimpleNamespace) -> None:
 def test_blocks_behind_a_sliding_window_are_null() -> None:
     source, target = torch.arange(1, 13, dtype=torch.int32).view(2, 6), torch.zeros(2, 6, dtype=torch.int32)
     cpu_kernels.gather_block_tables(
-        torch.tensor([1, 0]), *(torch.tensor([t.data_ptr()], dtype=torch.uint64) for t in (source, target)),
-        torch.tensor([6]), torch.tensor([[6, 4]], dtype=torch.int32), 2, torch.tensor([3, 17], dtype=torch.int32),
-        torch.tensor([5], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), MASK_SLIDING_WINDOW=True,
+        np.array([1, 0]), *(np.array([t.data_ptr()], dtype=np.uint64) for t in (source, target)),
+        np.array([6]), np.array([[6, 4]], dtype=np.int32), 2, np.array([3, 17], dtype=np.int32),
+        np.array([5], dtype=np.int32), np.array([4], dtype=np.int32), MASK_SLIDING_WINDOW=True,
     )  # fmt: skip
     assert target[0].tolist() == [0, 0, 0, 10, 11, 12]  # tokens 0 to 11 are left: three blocks
     assert target[1, :4].tolist() == [1, 2, 3, 4]
@@ -511,7 +510,7 @@ def test_grammar(step: Step, dtype: torch.dtype) -> None:
             for token in range(V):
                 if not int(masks[i, token // 32]) >> token % 32 & 1:
                     expected[row][token] = -INF
-    cpu_kernels.apply_grammar_bitmask(logits, places, cu, masks, V, stride)
+    cpu_kernels.apply_grammar_bitmask(logits, *(one.numpy() for one in (places, cu, masks)), V, stride)
     assert logits.tolist() == expected
 
 

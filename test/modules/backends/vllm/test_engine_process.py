@@ -29,7 +29,7 @@ from torchrl_moe.modules.backends.replica import (
     SwapReport,
 )
 from torchrl_moe.modules.backends.vllm import engine_requests
-from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep, load_logger
+from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, load_logger
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 
@@ -122,13 +122,11 @@ class SleepyLLM(FakeLLM):
         self.is_paused = False
 
 
-class Sleeper(EngineSleep):
+class Sleeper(EngineWeights):
     """A sleeper over a fake engine that knows whether it is paused."""
 
     def __init__(self) -> None:
-        self.engine = SleepyLLM()
-        self.weights = EngineWeights(self.engine, dict)
-        super().__init__(self.engine, self.weights)
+        super().__init__(SleepyLLM(), dict)
 
     async def update(self, version: int = 7) -> SwapReport:
         return await self.swap(version, "keep", False, None, math.inf)
@@ -145,7 +143,7 @@ async def test_requests_that_come_while_it_sleeps_wait_until_all_of_it_is_awake(
     for _ in range(2):  # nothing to do the second time
         await sleeper.sleep(1, "wait")
     assert sleeper.log == [PAUSE, SLEEP]
-    coming = asyncio.ensure_future(sleeper.weights.salt())
+    coming = asyncio.ensure_future(sleeper.salt())
     # what would run on memory that is gone is refused
     for word, ask in (("pause", lambda: sleeper.pause("keep", False)), ("resume", sleeper.resume)):
         with pytest.raises(EngineError, match=rf"{word}: the engine sleeps; wake_up\(\) first"):
@@ -170,7 +168,7 @@ async def test_one_that_was_paused_is_paused_afterwards() -> None:
     await sleeper.sleep(1, "wait")
     await sleeper.wake_up(None)
     assert sleeper.log == [KEEP, PAUSE, SLEEP, ("wake_up", ["kv_cache", "weights"]), KEEP]
-    await sleeper.weights.salt()  # it comes in, and waits in vLLM
+    await sleeper.salt()  # it comes in, and waits in vLLM
     await sleeper.resume()
     assert sleeper.log == ["resume"]
 
@@ -178,14 +176,14 @@ async def test_one_that_was_paused_is_paused_afterwards() -> None:
 @in_loop
 async def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_users() -> None:
     sleeper, begun, go_on = Sleeper(), asyncio.Event(), asyncio.Event()
-    load = sleeper.weights._load
+    load = sleeper._load
 
     async def slowly(version: int) -> None:
         begun.set()
         await go_on.wait()
         await load(version)
 
-    sleeper.weights._load = slowly  # type: ignore[method-assign]
+    sleeper._load = slowly  # type: ignore[method-assign]
     swap = asyncio.ensure_future(sleeper.update())
     await begun.wait()
     sleep = asyncio.ensure_future(sleeper.sleep(1, "wait"))
@@ -209,7 +207,7 @@ async def test_an_update_wakes_the_weights_alone_and_leaves_it_paused() -> None:
     assert "wake_up" not in [step[0] for step in sleeper.log]
     await sleeper.wake_up(None)
     assert sleeper.log == [("wake_up", ["kv_cache"]), "resume"]
-    assert await sleeper.weights.salt() == {"cache_salt": "swap-2"}
+    assert await sleeper.salt() == {"cache_salt": "swap-2"}
 
 
 @in_loop
@@ -226,7 +224,7 @@ async def test_weights_that_were_dropped_are_updated_before_it_serves() -> None:
     sleeper.engine.fail.clear()
     assert (await sleeper.update()).error is None
     await sleeper.wake_up(None)
-    await sleeper.weights.salt()
+    await sleeper.salt()
 
 
 @in_loop
@@ -236,7 +234,7 @@ async def test_one_that_could_not_sleep_serves_on() -> None:
     with pytest.raises(RuntimeError, match="memory usage increased"):
         await sleeper.sleep(1, "wait")
     assert sleeper.log == [PAUSE, SLEEP, "resume"]
-    await sleeper.weights.salt()
+    await sleeper.salt()
 
 
 @in_loop

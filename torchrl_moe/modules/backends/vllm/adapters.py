@@ -28,21 +28,26 @@ def build_lora_request(spec: object) -> LoRARequest | None:
         return None
     from vllm.lora.request import LoRARequest
 
-    if not isinstance(spec, LoRARequest | Mapping):
-        raise ValueError(f"lora_request must be vllm.lora.request.LoRARequest or a mapping, got {type(spec).__name__}")
     if isinstance(spec, Mapping):
-        if not {"lora_path": None, **spec}["lora_path"]:
+        if not spec.get("lora_path"):
             raise ValueError(f"lora_request names no lora_path, the folder of the adapter: {dict(spec)!r}")
         try:
             spec = LoRARequest(**spec)
         except (TypeError, ValueError) as error:
             raise ValueError(f"lora_request: {error}") from error
+    if not isinstance(spec, LoRARequest):
+        raise ValueError(f"lora_request must be vllm.lora.request.LoRARequest or a mapping, got {type(spec).__name__}")
     check_wire("lora_request", spec)
     return spec
 
 
 class UnusedModulesError(ValueError):
     """An adapter has modules that the engine does not adapt."""
+
+
+def new_folder() -> Path:
+    """Make a folder for our copy of an adapter's files."""
+    return Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
 
 
 async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> LoRARequest:
@@ -93,7 +98,7 @@ class Adapters:
         # one load for all requests that name it; a user replaces it by load_inplace only
         before = self._known.get(number)
         if before is None or lora.load_inplace:
-            folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
+            folder = new_folder()
             loading = asyncio.get_running_loop().create_task(self._load(lora, folder, before))
             self._known[number] = _Known(path, folder, loading)
         known = self._known[number]

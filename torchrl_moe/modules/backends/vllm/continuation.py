@@ -55,10 +55,10 @@ def request_for_rest(
     rows: NDArray[np.integer] | None = None,
 ) -> Request:
     """Return the request, called ``name``, for the rest of an answer."""
-    if first is None:
-        return replace(request, request_id=name, prompt=None, prompt_token_ids=prompt_ids.astype(np.int32))
-    ids = np.concatenate([prompt_ids, first.token_ids]).astype(np.int32)
+    if first is not None:
+        prompt_ids = np.concatenate([prompt_ids, first.token_ids])
     rows = request.routed_experts if rows is None else rows
+    ids = prompt_ids.astype(np.int32)
     return replace(request, request_id=name, prompt=None, prompt_token_ids=ids, routed_experts=rows)
 
 
@@ -110,10 +110,7 @@ def join(
     # nothing came since the cut
     if not len(rest.token_ids):  # cut again; vLLM gives no rows then
         return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
-    text = first.text + rest.text
-    how: OnResume = "live" if "live" in (first.resume, rest.resume, on_resume) else "forced"  # the worse of all parts
-    if params.detokenize:
-        rest, text = _read(first, rest, params, decode)
+    rest, text = _read(first, rest, params, decode)
     return replace(
         rest,
         index=index,
@@ -126,7 +123,7 @@ def join(
         if first.routed_experts is None
         else _concatenated(first.routed_experts, rest.routed_experts),
         kept=KeptIds.join([first.kept, rest.kept], [len(first.token_ids), len(rest.token_ids)]),
-        resume=how,
+        resume="live" if "live" in (first.resume, rest.resume, on_resume) else "forced",  # the worse of all parts
     )
 
 
@@ -140,7 +137,7 @@ def _read(
     """Return the rest, ended where a stop string that vLLM could not see ends it, and the text of the whole answer."""
     inside = _ends_inside_a_character(first, params, decode)
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
-    if not inside and not stops:
+    if not params.detokenize or not (inside or stops):
         return rest, first.text + rest.text
     # decoded across the cut, from the end of the text that is known
     before, after = first.token_ids.tolist(), rest.token_ids.tolist()
@@ -163,7 +160,18 @@ def _read(
     match = found(text(count))
     assert match is not None
     start, stop = match
-    return _ended(rest, count, stop), text(count)[: start + (len(stop) if params.include_stop_str_in_output else 0)]
+    rows, dropped = rest.routed_experts, len(after) - count
+    ended = replace(
+        rest,
+        token_ids=rest.token_ids[:count],
+        policy_versions=rest.policy_versions[:count],
+        logprobs=None if rest.logprobs is None else rest.logprobs[:count],
+        routed_experts=None if rows is None else rows[: len(rows) - dropped],
+        kept=None if rest.kept is None else rest.kept.first(count),
+        finish_reason="stop",
+        stop_reason=stop,
+    )
+    return ended, text(count)[: start + (len(stop) if params.include_stop_str_in_output else 0)]
 
 
 def _first_match(
@@ -176,18 +184,3 @@ def _first_match(
         if start >= 0 and (last_start is None or start < last_start):
             found.append((start + len(stop), start, stop))
     return min(found, key=lambda match: match[0])[1:] if found else None
-
-
-def _ended(rest: CompletionOutput, count: int, stop: str) -> CompletionOutput:
-    """Return the first ``count`` tokens of the rest, as ended by a stop string."""
-    rows, dropped = rest.routed_experts, len(rest.token_ids) - count
-    return replace(
-        rest,
-        token_ids=rest.token_ids[:count],
-        policy_versions=rest.policy_versions[:count],
-        logprobs=None if rest.logprobs is None else rest.logprobs[:count],
-        routed_experts=None if rows is None else rows[: len(rows) - dropped],
-        kept=None if rest.kept is None else rest.kept.first(count),
-        finish_reason="stop",
-        stop_reason=stop,
-    )

@@ -26,7 +26,6 @@ from torchrl_moe.modules.backends.engine_kind import process_environment, with_o
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
@@ -129,10 +128,8 @@ def _check_known(arguments: Mapping[str, object]) -> None:
             continue
         if known and name not in known:
             near = difflib.get_close_matches(name, [*known, "router_dtype"], 1)
-            raise ValueError(
-                f"vLLM has no engine argument {name}={value!r}"
-                + (f": do you mean {near[0]}?" if near else "; vllm serve --help=all lists them")
-            )
+            hint = f": do you mean {near[0]}?" if near else "; vllm serve --help=all lists them"
+            raise ValueError(f"vLLM has no engine argument {name}={value!r}{hint}")
         wanted = set(known.get(name, "").split(" | "))
         if isinstance(value, str) and wanted and wanted <= {"int", "float", "bool", "None"} and not _is_number(value):
             raise ValueError(f"{name}={value!r}: this engine argument of vLLM's is {known[name]}, not text")
@@ -214,12 +211,10 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         )
     # our defaults, below what the user says
     on_cpu = current_platform.is_cpu()
-    given = {name: value for name, value in arguments.items() if name != "router_dtype"}
-    engine_args = AsyncEngineArgs(
-        **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **given, "worker_extension_cls": extension}
-    )
-    router_dtype = arguments.get("router_dtype", "auto")
+    given = {**DEFAULTS, **(ON_CPU if on_cpu else {}), **arguments, "worker_extension_cls": extension}
+    router_dtype = given.pop("router_dtype", "auto")
     _check_router_dtype(router_dtype)
+    engine_args = AsyncEngineArgs(**given)
     if router_dtype != "auto":
         engine_args.additional_config = {**(engine_args.additional_config or {}), ROUTER_DTYPE: router_dtype}
     try:
@@ -232,7 +227,10 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         hint = "" if Path(engine_args.model).exists() else ": name a folder that holds config.json, or a hub name"
         raise ValueError(f"vLLM does not take this model: {where}{said}{hint}") from error
     if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
-        engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * _bytes_of_one(model_config))
+        # room for keys and values of two sequences of the greatest length, or a few more
+        layers, heads = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
+        values = 2 * layers * heads * model_config.get_head_size() * model_config.max_model_len
+        engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * values * model_config.dtype.itemsize)
         print(f"torchrl_moe: kv_cache_memory_bytes={size}: vLLM's default takes nearly all memory", flush=True)
     # routes are captured if there are any
     is_moe = model_config.get_num_experts() > 0
@@ -249,10 +247,16 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
             f"router_dtype={router_dtype!r}, but {engine_args.model!r} has no routers: it is a dense model."
         )
     # what vLLM's CPU kernels cannot do
-    if is_moe:
+    if on_cpu and is_moe:
         _check_experts_on_cpu(engine_args)
-    if model_config.use_mla:
-        _use_torch_for_latents_on_cpu(engine_args)
+    if on_cpu and model_config.use_mla:  # latent attention, which they compute otherwise than torch does
+        custom_ops = engine_args.compilation_config.custom_ops
+        if any(name != "none" for name in custom_ops):
+            raise ValueError(
+                f"compilation_config custom_ops={custom_ops}: on a CPU vLLM's own kernels compute other values than "
+                "DeepSeek's attention has (by 0.3 in a log-prob). Leave custom_ops out, or set it to ['none']."
+            )
+        engine_args.compilation_config.custom_ops = ["none"]
     engine_args.aux_output_config.enable_return_routed_experts = bool(capture)
     engine_args.return_sampling_mask = can_report(engine_args)
     # read by vLLM at start-up, long before a transport is chosen: ours dispatches
@@ -260,33 +264,20 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     return engine_args
 
 
-def _bytes_of_one(model_config: ModelConfig) -> int:
-    """Return how many bytes the keys and values of one sequence of the greatest length take, or a few more."""
-    layers, heads = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
-    values = 2 * layers * heads * model_config.get_head_size() * model_config.max_model_len
-    return int(values) * int(model_config.dtype.itemsize)
-
-
 def _check_capture(engine_args: AsyncEngineArgs) -> None:
     """Refuse what vLLM records no routes with, before a model is loaded."""
     from vllm.config import KVTransferConfig
 
-    connectors = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
+    refused = {}
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (ranks := getattr(engine_args, name)) > 1:
+            refused[f"{name}={ranks}"] = "use tensor_parallel_size"
     transfer = engine_args.kv_transfer_config
     if isinstance(transfer, Mapping):
         transfer = KVTransferConfig(**transfer)
-    refused = {
-        **{
-            f"{name}={value}": "use tensor_parallel_size"
-            for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-            if (value := getattr(engine_args, name)) > 1
-        },
-        **{
-            f"kv_transfer_config with {name}": "use another connector"
-            for name in connectors
-            if transfer is not None and transfer.has_connector(name)
-        },
-    }
+    for name in ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector"):
+        if transfer is not None and transfer.has_connector(name):
+            refused[f"kv_transfer_config with {name}"] = "use another connector"
     if engine_args.enable_prefix_caching is False:
         refused["enable_prefix_caching=False"] = "routes are stored by the blocks of the prefix cache: leave it out"
     if (engine_args.speculative_config or {}).get("enable_adaptive_verification"):
@@ -297,27 +288,8 @@ def _check_capture(engine_args: AsyncEngineArgs) -> None:
         )
 
 
-def _use_torch_for_latents_on_cpu(engine_args: AsyncEngineArgs) -> None:
-    """Switch off vLLM's own CPU kernels for a model with latent attention (MLA), where they compute other values."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    custom_ops = engine_args.compilation_config.custom_ops
-    if any(name != "none" for name in custom_ops):
-        raise ValueError(
-            f"compilation_config custom_ops={custom_ops}: on a CPU vLLM's own kernels compute other values than "
-            "DeepSeek's attention has (by 0.3 in a log-prob). Leave custom_ops out, or set it to ['none']."
-        )
-    engine_args.compilation_config.custom_ops = ["none"]
-
-
 def _check_experts_on_cpu(engine_args: AsyncEngineArgs) -> None:
-    """Refuse what vLLM at start-up and crashes on in its first step."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+    """Refuse what vLLM takes at start-up and crashes on in its first step."""
     data, ranks = engine_args.data_parallel_size, engine_args.data_parallel_size * engine_args.tensor_parallel_size
     if data > 1:
         raise ValueError(

@@ -16,19 +16,10 @@ import psutil
 from torchrl_moe import _compat
 from torchrl_moe._lazy import without_collections
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
 from torchrl_moe.modules.backends.process.link import SocketStream
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    PauseMode,
-    ProbeReport,
-    ReplicaInfo,
-    ReplicaStats,
-    Request,
-    SwapReport,
-)
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, ProbeReport, ReplicaInfo, ReplicaStats, Request
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import ROUTER_DTYPE, build_engine_args, check_vllm
@@ -42,106 +33,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-
-
-# An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
-#
-# Requests that arrive while it sleeps wait here, before vLLM has seen them. A weight update wakes the weights, and
-# nothing else. Weights that level 2 has dropped must be updated before the rest may wake.
-#
-# vLLM has sleep mode on GPUs only, and this has never run on one.
-
-
-WEIGHTS, REST = "weights", "kv_cache"  # vLLM's names of what sleeps
-
-
-class EngineSleep:
-    """Which parts of an ``AsyncLLM`` sleep, and which commands it takes meanwhile."""
-
-    def __init__(self, engine: AsyncLLM, weights: EngineWeights) -> None:
-        self._engine, self._weights = engine, weights
-        self._asleep: set[str] = set()
-        self._level = 0
-        self._weights_lost = False
-        self._was_paused = False
-        self._asked = 0  # counts calls of sleep and wake_up: the last one holds
-        self._turn = asyncio.Lock()  # no sleep during a swap
-
-    def check_awake(self, what: str) -> None:
-        """Raise an ``EngineError`` if it sleeps, or a part of it does."""
-        if self._asleep:
-            raise EngineError(f"{what}: the engine sleeps; wake_up() first")
-
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause the engine for the user; ``EngineError`` if it sleeps."""
-        self.check_awake("pause")
-        await self._weights.pause(mode, clear_cache)
-
-    async def resume(self) -> None:
-        """Resume the engine for the user; ``EngineError`` if it sleeps."""
-        self.check_awake("resume")
-        await self._weights.resume()
-
-    async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Free the memory of weights and cache. Does nothing if it sleeps at that level already."""
-        if level not in (1, 2):
-            raise ValueError(f"sleep: level must be 1 (weights go to host memory) or 2 (they are dropped), got {level}")
-        if not self._engine.model_config.enable_sleep_mode:
-            raise ValueError("sleep: start the engine with enable_sleep_mode=True; vLLM has it on GPUs only")
-        if self._asleep == {WEIGHTS, REST} and level == self._level:
-            return
-        self.check_awake("sleep")
-        self._asked = mine = self._asked + 1
-        await self._weights.no_swap()  # whose pause is not the user's
-        self._was_paused = self._weights.user_paused
-        self._weights.awake.clear()
-        try:
-            await self._weights.pause(mode, True)
-            async with self._turn:
-                if mine != self._asked:
-                    raise EngineError("sleep: the engine was woken before its requests had finished")
-                await self._engine.sleep(level, "keep")
-                self._asleep, self._level, self._weights_lost = {WEIGHTS, REST}, level, level == 2
-        except BaseException:
-            if mine == self._asked:
-                await self._go_on()
-            raise
-
-    async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back; once all of it is back, continue as before. Idempotent."""
-        wanted = {WEIGHTS, REST} if tags is None else set(tags)
-        if not wanted <= {WEIGHTS, REST}:
-            raise ValueError(f"wake_up: tags must be of 'weights' and 'kv_cache', got {list(tags or ())!r}")
-        if REST in wanted and self._weights_lost:
-            raise WeightSyncError("wake_up: sleep of level 2 has dropped the weights; update them first")
-        self._asked += 1
-        async with self._turn:
-            await self._wake(wanted)
-            if not self._asleep and not self._weights.awake.is_set():
-                await self._go_on()
-
-    async def _wake(self, wanted: set[str]) -> None:
-        if tags := sorted(wanted & self._asleep):
-            await self._engine.wake_up(tags)
-            self._asleep -= wanted
-
-    async def _go_on(self) -> None:
-        """Serve, or stay paused if the engine was paused before it slept."""
-        if self._was_paused:  # vLLM resumes by itself once nothing sleeps
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
-        else:
-            await self._weights.resume()
-        self._weights.awake.set()
-
-    async def swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
-    ) -> SwapReport:
-        """Replace the weights, as :meth:`EngineWeights.swap` does; if they sleep they are woken, and stay awake."""
-        async with self._turn:
-            await self._wake({WEIGHTS})
-            report = await self._weights.swap(version, pause, clear_cache, canary, patience)
-            self._weights_lost = self._weights_lost and report.error is not None
-            return report
 
 
 SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
@@ -178,9 +69,8 @@ class EngineProcess(EngineProgram):
             tell=self.tell,
             load=load,
         )
-        self.sleeping = EngineSleep(engine, self.weights)
-        adapters = AdapterVersions(engine, self.requests, self.sleeping.check_awake)
-        self.sync = self.updates = Updates(self.weights, self.requests, adapters, self.sleeping.swap)
+        adapters = AdapterVersions(engine, self.requests, self.weights.check_awake)
+        self.updates = self.sync = Updates(self.weights, self.requests, adapters)
         self._client_errors = _compat.vllm_client_errors()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -201,23 +91,23 @@ class EngineProcess(EngineProgram):
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         before = self.requests.in_flight()
-        await self.sleeping.pause(mode, clear_cache)
+        await self.weights.pause(mode, clear_cache)
         if mode == "abort":  # vLLM holds what it had not yet taken in
             self.requests.cut(before)
 
     async def resume(self) -> None:
-        await self.sleeping.resume()
+        await self.weights.resume()
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         if self.sync.sends_adapters:
             raise ValueError("sleep: lora='adapter' loads into memory that would be gone: use lora='merged'")
         before = self.requests.in_flight()
-        await self.sleeping.sleep(level, mode)
+        await self.weights.sleep(level, mode)
         if mode == "abort":
             self.requests.cut(before)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await self.sleeping.wake_up(tags)
+        await self.weights.wake_up(tags)
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
@@ -236,11 +126,17 @@ class EngineProcess(EngineProgram):
         return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
     async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        import torch
+
         # a checkpoint's dtype says nothing of what the model was loaded in: a trainer is told what is kept here
         found = await asyncio.to_thread(lambda: checkpoint_metadata(checkpoint_folder(self.info.model)))
         workers: list[dict[str, str]] = await self.engine.collective_rpc("torchrl_moe_dtypes", args=(list(found),))
-        held = {name: dtype for worker in workers for name, dtype in worker.items()}  # a pipeline's have other layers
-        return {name: (_held(dtype, held.get(name)), shape) for name, (dtype, shape) in found.items()}
+        for worker in workers:  # a pipeline's have other layers
+            for name, held in worker.items():
+                dtype: torch.dtype = getattr(torch, held)
+                if dtype.is_floating_point and dtype.itemsize > 1:  # else quantised, and sent as the checkpoint has it
+                    found[name] = dtype, found[name][1]
+        return found
 
     async def weights_version(self) -> int:
         return self.weights.version
@@ -278,19 +174,13 @@ class EngineProbe:
             ping.exception()  # an error is a reply, too
             if self._ping is ping:
                 self._ping = None
-        stopped, cpu_seconds = _what_they_do()
+        stopped, cpu_seconds = False, 0.0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                times = process.cpu_times()
+                cpu_seconds += times.user + times.system
+                stopped |= process.status() == psutil.STATUS_STOPPED
         return ProbeReport(core_answered=answered, stopped=stopped, cpu_seconds=cpu_seconds)
-
-
-def _what_they_do() -> tuple[bool, float]:
-    """Return whether one of this process's descendants is stopped, and the CPU seconds of all."""
-    stopped, seconds = False, 0.0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            times = process.cpu_times()
-            seconds += times.user + times.system
-            stopped |= process.status() == psutil.STATUS_STOPPED
-    return stopped, seconds
 
 
 def load_logger(load: Load) -> StatLoggerBase:
@@ -304,7 +194,7 @@ def load_logger(load: Load) -> StatLoggerBase:
         """The scheduler's own stats, summed over the data-parallel engines."""
 
         def __init__(self) -> None:
-            self._of_engines: dict[int, tuple[int, int, float]] = {}
+            self._latest: dict[int, SchedulerStats] = {}
 
         def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
             del vllm_config, engine_index
@@ -320,15 +210,11 @@ def load_logger(load: Load) -> StatLoggerBase:
             """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
             del mm_cache_stats
             if scheduler_stats is not None:
-                of_engine = (
-                    scheduler_stats.num_running_reqs,
-                    scheduler_stats.num_waiting_reqs,
-                    scheduler_stats.kv_cache_usage,
-                )
-                self._of_engines[engine_idx] = of_engine
-                running, waiting, usages = zip(*self._of_engines.values(), strict=True)
-                load.running, load.waiting = sum(running), sum(waiting)
-                load.cache_usage = sum(usages) / len(usages)
+                self._latest[engine_idx] = scheduler_stats
+                engines = self._latest.values()
+                load.running = sum(one.num_running_reqs for one in engines)
+                load.waiting = sum(one.num_waiting_reqs for one in engines)
+                load.cache_usage = sum(one.kv_cache_usage for one in engines) / len(engines)
                 load.cache_queries += scheduler_stats.prefix_cache_stats.queries
                 load.cache_hits += scheduler_stats.prefix_cache_stats.hits
             if iteration_stats is not None:
@@ -404,14 +290,6 @@ async def check_routers(engine: AsyncLLM) -> None:
             f"router_dtype='float32': vLLM's code for {kind} makes the routers of {len(narrow)} layer(s), such as "
             f"{narrow[0]}, in its own way, and not in float32. Leave router_dtype out, or set dtype='float32'."
         )
-
-
-def _held(stored: torch.dtype, name: str | None) -> torch.dtype:
-    import torch
-
-    held: torch.dtype | None = None if name is None else getattr(torch, name)
-    # a quantised tensor is sent as the checkpoint has it
-    return held if held is not None and held.is_floating_point and held.itemsize > 1 else stored
 
 
 async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:

@@ -50,37 +50,31 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.stats import RequestStateStats
     from vllm.v1.request import Request as SchedulerRequest
 
 
-# From vLLM's ``RequestOutput`` to our :class:`Completion`: every decision about a vLLM output field is here.
-#
-# The functions read attributes only, so they need no vLLM import and are tested with plain objects.
+ABORT_SECONDS = 0.01
+PART_SECONDS, SECONDS_PER_STREAM = 0.05, 0.004
+"""Between two parts of a request: the first, or the second for each request that streams, if that is longer.
+
+A part costs up to half a millisecond on its way to a client, so all together they take no more than a tenth of a core.
+"""
+T = TypeVar("T")
+
+
+# -- from vLLM's ``RequestOutput`` to our :class:`Completion`: every decision about a vLLM output field is here -------
 
 
 def sampled_logprobs(logprobs: FlatLogprobs | list[dict[int, Logprob]] | None) -> NDArray[np.float32] | None:
-    """Return the log-probs of the sampled tokens, float32 ``[G]``.
+    """Return the log-probs of the sampled tokens, float32 ``[G]``, from either of vLLM's containers.
 
-    vLLM lists the sampled token first at each position, then the top ones that were asked for. Both of its
-    containers are read: ``FlatLogprobs`` and the list of one dictionary per position.
+    The sampled token is first at each position; the top ones that were asked for follow it.
     """
     if logprobs is None:
         return None
     if not isinstance(logprobs, list):
         return np.array(logprobs.logprobs, np.float32)[np.array(logprobs.start_indices, np.int64)]
     return np.array([next(iter(position.values())).logprob for position in logprobs], np.float32)
-
-
-def _metrics(metrics: RequestStateStats | None) -> CompletionMetrics:
-    """Read vLLM's time stamps, all of the engine core's clock; a request that was cut before a stage has 0 there."""
-    if metrics is None:
-        return CompletionMetrics()
-    return CompletionMetrics(
-        queue_seconds=max(metrics.scheduled_ts - metrics.queued_ts, 0.0),
-        first_token_seconds=max(metrics.first_token_ts - metrics.queued_ts, 0.0),
-        total_seconds=max(metrics.last_token_ts - metrics.queued_ts, 0.0),
-    )
 
 
 def completion_from_vllm(output: RequestOutput, request: Request, version: int) -> Completion:
@@ -101,21 +95,22 @@ def completion_from_vllm(output: RequestOutput, request: Request, version: int) 
                 kept=KeptIds.of_masks(item.sampling_mask.token_ids if item.sampling_mask else (), len(token_ids)),
             )
         )
-    prompt_tokens = len(output.prompt_token_ids)
+    metrics, stamps = CompletionMetrics(), output.metrics
+    if stamps is not None:  # of the engine core's clock; a request that was cut before a stage has 0 there
+        metrics.queue_seconds = max(stamps.scheduled_ts - stamps.queued_ts, 0.0)
+        metrics.first_token_seconds = max(stamps.first_token_ts - stamps.queued_ts, 0.0)
+        metrics.total_seconds = max(stamps.last_token_ts - stamps.queued_ts, 0.0)
     return Completion(
         request_id=request.request_id,
         prompt=output.prompt,
         prompt_token_ids=np.array(output.prompt_token_ids, np.int64),
         num_cached_tokens=output.num_cached_tokens or 0,
         outputs=outputs,
-        metrics=_metrics(output.metrics),
+        metrics=metrics,
         prompt_logprobs=None
         if request.scoring is None
-        else prompt_logprobs(output.prompt_token_id_logprobs, prompt_tokens),
+        else prompt_logprobs(output.prompt_token_id_logprobs, len(output.prompt_token_ids)),
     )
-
-
-# One run of vLLM for a request of an engine process, and what of its answers stays when a swap has cut it.
 
 
 @dataclass(eq=False, slots=True)
@@ -143,32 +138,25 @@ class Part:
         return output.index not in self.restarted and len(output.token_ids) > 0 and continuation.can_continue(params)
 
 
-# The experts that a request follows, on their way to the workers: inside the request's ``SamplingParams``.
+# -- the experts that a request follows, on their way to the workers: inside the request's ``SamplingParams`` ---------
 #
-# vLLM passes ``extra_args`` on unchanged, from its frontend to scheduler and workers, and drops them with the
-# request. So rows need no message of their own, except those of a request that loses its cache and is read again:
-# only the scheduler has what was recorded since.
+# vLLM passes ``extra_args`` on unchanged, and drops them with the request. So rows need no message of their own, except
+# those of a request that loses its cache and is read again: only the scheduler has what was recorded since.
 #
 # .. code-block:: text
 #
 #     engine process       scheduler (``MoEScheduler``)           worker (``ForcedRouting``)
 #     attach(params) ----> params: rows key the cache blocks ----> params: rows of a new request
 #                          preempted: keep the recorded rows ----> in the step's message: rows of a resumed request
-#
-# Letters: P prompt tokens, L decoder layers, K experts per token.
-
-
-KEY = OURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forced:
+    """Experts to follow ``[rows, L, K]``: L decoder layers, K experts per token."""
+
     rows: NDArray[np.integer] | None = None
     is_live: bool = False
     is_recorded: bool = False
-
-
-NOTHING = Forced()
 
 
 def attach(params: SamplingParams, forced: Forced) -> SamplingParams:
@@ -179,28 +167,16 @@ def attach(params: SamplingParams, forced: Forced) -> SamplingParams:
     if forced.rows is not None:
         packed |= {"rows": forced.rows.tobytes(), "dtype": forced.rows.dtype.str, "shape": list(forced.rows.shape)}
     params = params.clone()
-    params.extra_args = {**(params.extra_args or {}), KEY: packed}
+    params.extra_args = {**(params.extra_args or {}), OURS: packed}
     return params
-
-
-def attached(params: SamplingParams, request: Request, routes: RequestRoutes) -> SamplingParams:
-    """Return vLLM's ``SamplingParams`` with what a request asks for beyond them: rows to follow, and scores."""
-    if request.scoring is not None:
-        assert request.prompt_token_ids is not None  # the service makes such requests this way
-        params = scoring_params(params, request.scoring, request.prompt_token_ids)
-    if routes.forced_routing_unavailable_reason:
-        return params
-    return attach(params, Forced(rows=request.routed_experts, is_live=routes.how(request) == "live"))
 
 
 def forced_in(params: SamplingParams) -> Forced:
     """Return what :func:`attach` put into ``SamplingParams``; the rows share its memory."""
-    packed: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(KEY)
+    packed: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(OURS)
     if packed is None:
-        return NOTHING
-    rows = None
-    if "rows" in packed:
-        rows = np.frombuffer(packed["rows"], packed["dtype"]).reshape(packed["shape"])
+        return Forced()
+    rows = np.frombuffer(packed["rows"], packed["dtype"]).reshape(packed["shape"]) if "rows" in packed else None
     return Forced(rows=rows, is_live=packed["live"])
 
 
@@ -212,29 +188,20 @@ def forced_of(request: SchedulerRequest) -> Forced:
     return forced
 
 
-T = TypeVar("T")
-ABORT_SECONDS = 0.01
-PART_SECONDS, SECONDS_PER_STREAM = 0.05, 0.004
-"""Between two parts of a request: the first, or the second for each request that streams, if that is longer.
-
-A part costs up to half a millisecond on its way to a client, so all together they take no more than a tenth of a core.
-"""
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Weights(Protocol):
-    """What requests need to know of an engine's weights."""
+    """What requests need to know of :class:`~torchrl_moe.modules.backends.vllm.weights.EngineWeights`."""
 
     version: int
     accepting: asyncio.Event
 
-    async def salt(self) -> dict[str, str]:
-        """Return the salt that keeps cached prefixes of different weights apart, once no swap is running."""
+    async def salt(self) -> dict[str, str]: ...
 
-    def stamp(self, completion: Completion, keep: bool = False) -> Completion:
-        """Give tokens from before a swap the version that made them."""
+    def stamp(self, completion: Completion, keep: bool = False) -> Completion: ...
 
-    async def deliver(self, completion: Completion) -> Completion | None:
-        """Return a completion with the versions of its tokens, or ``None`` if weights that failed made it."""
+    async def deliver(self, completion: Completion) -> Completion | None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -244,12 +211,12 @@ class Running:
     request: Request
     started: float
     parts: set[Part] = field(default_factory=set)
-    aborted: bool = False
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # set by an abort
     kept: int = 0  # tokens of what it resumes
     first: Completion | None = None  # what vLLM gave first, once something of that is kept
     answers: dict[int, CompletionOutput] = field(default_factory=dict)  # what is kept of each
-    told: dict[int, tuple[int, int]] | None = None  # of one that streams: tokens and characters sent of each answer
+    streams: bool = False
+    told: dict[int, tuple[int, int]] = field(default_factory=dict)  # tokens and characters sent of each answer
     told_at: float = 0.0
 
 
@@ -314,13 +281,23 @@ class EngineRequests:
         params = self._sampling(request.sampling_params, request.guided_options)
         if getattr(params, "bad_words", None):
             check_bad_words(params, self.engine.get_tokenizer())
+        given = request.resume
         if request.stream and continuation.can_continue(params):  # else it may start again, and be another answer
-            self._stream(running)
-        completion, part = await self._first(running, params)
+            outputs = [] if given is None else given.outputs
+            running.streams = True
+            running.told = {output.index: (len(output.token_ids), len(output.text)) for output in outputs}
+            if not self._telling:
+                self._telling = True
+                self._spawn(self._tell_parts())
+        if given is None:
+            completion, part = await self._ask(running, request, params)
+        else:
+            completion, part = given, Part(request.request_id, len(given.outputs), cut=True)
+            running.kept = sum(len(output.token_ids) for output in given.outputs if part.keeps(output, params))
         # nothing to keep: all answers start again, together
         while not any(part.keeps(output, params) for output in completion.outputs):
             await self.weights.salt()
-            if running.aborted:
+            if running.stop.is_set():
                 break
             again = replace(request, request_id=self._name(request))
             completion, part = await self._ask(running, again, params)
@@ -334,21 +311,12 @@ class EngineRequests:
         finally:
             for answer in answers:  # if one is refused, the others are not needed
                 answer.cancel()
-        metrics, given = completion.metrics, request.resume
+        metrics = completion.metrics
         if part.name != request.request_id or not all(map(part.over, completion.outputs)):
             before = metrics.total_seconds if completion is given else 0.0
             metrics = replace(metrics, total_seconds=before + time.monotonic() - running.started)
         prompt = completion.prompt if given is None else given.prompt
         return replace(completion, request_id=request.request_id, prompt=prompt, outputs=outputs, metrics=metrics)
-
-    async def _first(self, running: Running, params: SamplingParams) -> tuple[Completion, Part]:
-        """Return vLLM's first completion, or the one that the request resumes."""
-        request, given = running.request, running.request.resume
-        if given is None:
-            return await self._ask(running, request, params)
-        part = Part(request.request_id, len(given.outputs), cut=True)
-        running.kept = sum(len(output.token_ids) for output in given.outputs if part.keeps(output, params))
-        return given, part
 
     def _name(self, request: Request) -> str:
         return f"{request.request_id}~{next(self._serial)}"
@@ -361,23 +329,20 @@ class EngineRequests:
             try:
                 completion, part = await self._generate(running, request, params, answer)
             except self._retryable:
-                if not await self._stopped_while_refused(running):
+                # until vLLM takes requests again, or this one is aborted
+                waits = {asyncio.ensure_future(event.wait()) for event in (self.weights.accepting, running.stop)}
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+                if not running.stop.is_set():
                     continue
                 nothing = nothing_yet(request)
                 outputs = nothing.outputs if answer is None else nothing.outputs[:1]
                 return replace(nothing, outputs=outputs), Part(request.request_id, len(outputs), answer=answer)
             if (good := await self.weights.deliver(completion)) is not None:
                 return self._noted(good, part, request), part
-
-    async def _stopped_while_refused(self, running: Running) -> bool:
-        """Wait until vLLM takes requests again; return true as soon as this one was aborted."""
-        waits = {asyncio.ensure_future(event.wait()) for event in (self.weights.accepting, running.stop)}
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        return running.aborted
 
     def _noted(self, completion: Completion, part: Part, request: Request) -> Completion:
         """Note which answers continued after they had lost their cache, so that their tokens were read again."""
@@ -400,11 +365,16 @@ class EngineRequests:
             lora = self.adapter  # nothing is awaited from here until the part is known, so no update comes between
         part = Part(request.request_id, getattr(params, "n", 1), lora, is_synced, answer=answer)
         running.parts.add(part)
+        if request.scoring is not None:
+            assert request.prompt_token_ids is not None  # the service makes such requests this way
+            params = scoring_params(params, request.scoring, request.prompt_token_ids)
+        if not self._routes.forced_routing_unavailable_reason:
+            is_live = self._routes.how(request) == "live"
+            params = attach(params, Forced(rows=request.routed_experts, is_live=is_live))
         final = None
-        followed = attached(params, request, self._routes)
         try:
             async for output in self.engine.generate(
-                prompt, followed, request.request_id, lora_request=lora, priority=request.priority
+                prompt, params, request.request_id, lora_request=lora, priority=request.priority
             ):
                 final = output
         finally:
@@ -427,7 +397,7 @@ class EngineRequests:
             running.answers[index] = kept
         while not over:
             await self.weights.salt()
-            if running.aborted:
+            if running.stop.is_set():
                 break
             prompt_ids = completion.prompt_token_ids
             rows = self._routes.of_part(running.request, kept)
@@ -452,21 +422,13 @@ class EngineRequests:
 
     # -- parts of answers, for requests that stream ----------------------------------------------------------------
 
-    def _stream(self, running: Running) -> None:
-        given = running.request.resume
-        outputs = [] if given is None else given.outputs
-        running.told = {output.index: (len(output.token_ids), len(output.text)) for output in outputs}
-        if not self._telling:
-            self._telling = True
-            self._spawn(self._tell_parts())
-
     async def _tell_parts(self) -> None:
         """Send what there is to tell, a few times a second, while a request streams."""
         try:
-            while any(running.told is not None for running in self._open.values()):
+            while any(running.streams for running in self._open.values()):
                 await asyncio.sleep(PART_SECONDS)
                 await self.weights.salt()  # during a swap it is not known which tokens stay
-                streams = [running for running in self._open.values() if running.told is not None]
+                streams = [running for running in self._open.values() if running.streams]
                 told_by = time.monotonic() - max(PART_SECONDS, SECONDS_PER_STREAM * len(streams))
                 if parts := self._new_parts([running for running in streams if running.told_at <= told_by]):
                     self._tell(parts)
@@ -474,11 +436,9 @@ class EngineRequests:
             self._telling = False
 
     def _new_parts(self, streams: Sequence[Running]) -> list[Completion]:
-        names: set[str] = set()
+        names = {part.name for running in streams for part in running.parts}
         since: dict[str, Mapping[int, int]] = {}
         for running in streams:
-            assert running.told is not None
-            names |= {part.name for part in running.parts}
             if running.first is None and running.request.resume is None:
                 # one run of vLLM, from the prompt: what is known of it need not be read again
                 known = {index: tokens for index, (tokens, _) in running.told.items()}
@@ -486,28 +446,20 @@ class EngineRequests:
         live = _compat.running_outputs(self.engine, names, since)
         found = []
         for running in streams:
-            in_one_run = any(part.name in since for part in running.parts)
-            part = self._part(running, self._so_far(running, live, since), in_one_run)
-            if part.outputs:
+            so_far, told, outputs = self._so_far(running, live, since), running.told, []
+            prompt = so_far.prompt_token_ids[:0] if told else so_far.prompt_token_ids  # with the first part only
+            has_new_only = any(part.name in since for part in running.parts)
+            for output in so_far.outputs:
+                tokens, characters = told.get(output.index, (0, 0))
+                first = 0 if has_new_only else tokens
+                new = len(output.token_ids) - first
+                if new > 0 and output.finish_reason == "abort":  # an end is told with the whole: it may cut text off
+                    told[output.index] = tokens + new, max(len(output.text), characters)
+                    outputs.append(output.after(first, characters))
+            if outputs:
                 running.told_at = time.monotonic()
-                found.append(part)
+                found.append(replace(so_far, prompt=None, prompt_token_ids=prompt, outputs=outputs, finished=False))
         return found
-
-    def _part(self, running: Running, so_far: Completion, in_one_run: bool) -> Completion:
-        """Return what was not told yet; ``so_far`` has only new tokens if they are all of one run, else all."""
-        told, outputs = running.told, []
-        assert told is not None
-        is_first = not told
-        for output in so_far.outputs:
-            tokens, characters = told.get(output.index, (0, 0))
-            first = 0 if in_one_run else tokens
-            new = len(output.token_ids) - first
-            if new <= 0 or output.finish_reason != "abort":  # an end is told with the whole: it may cut text off
-                continue
-            told[output.index] = tokens + new, max(len(output.text), characters)
-            outputs.append(output.after(first, characters))
-        prompt = so_far.prompt_token_ids if is_first else so_far.prompt_token_ids[:0]
-        return replace(so_far, prompt=None, prompt_token_ids=prompt, outputs=outputs, finished=False)
 
     # -- what there is of them so far -------------------------------------------------------------------------------
 
@@ -584,22 +536,6 @@ class EngineRequests:
                 taken[part.name], part.version = part.version, None
         return taken
 
-    async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Make requests on the trainer's adapter continue without it, in a paused engine that gets other weights.
-
-        Those weights have this adapter merged in, or another; with the adapter on top they would be no version at all.
-        """
-        adapted: dict[str, tuple[Part, set[int]]] = {}
-        for part in self._parts():
-            if part.is_synced:
-                had, answers = delivered.get(part.name, {}), set(range(part.answers))
-                part.cut = True
-                part.restarted |= {index for index in answers if not had.get(index)}
-                adapted[part.name] = part, answers
-        if adapted:  # now, before the engine resumes; again later, for what vLLM had not yet taken in
-            await _compat.abort_answers(self.engine, {name: answers for name, (_, answers) in adapted.items()})
-            self._spawn(self._cut(adapted))
-
     def uses(self, adapter: LoRARequest | None) -> bool:
         return any(part.lora is adapter for part in self._parts())
 
@@ -615,7 +551,6 @@ class EngineRequests:
     def cut(self, chosen: list[Running]) -> None:
         """Cut requests short, as :meth:`abort` does; one that is over may have left its id to another."""
         for running in chosen:
-            running.aborted = True
             running.stop.set()
         self._spawn(self._abort(chosen))
 
@@ -632,28 +567,41 @@ class EngineRequests:
             for part in self._parts():
                 part.cut = True
 
-    def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Make answers without a token start again, in a paused engine: they could still read the old cache."""
-        late: dict[str, tuple[Part, set[int]]] = {}
+    async def paused(self, delivered: Mapping[str, Mapping[int, int]], clear_cache: bool) -> None:
+        """Have answers continue, or start again, after a swap, in an engine that it has paused.
+
+        Args:
+            delivered: how many tokens each has.
+            clear_cache: whether they lose their cache: then those that continue read their tokens again. Else those
+                without a token start again: they could still read the old cache.
+        """
+        adapted: dict[Part, set[int]] = {}
+        late: dict[Part, set[int]] = {}
         for part in self._parts():
             had = delivered.get(part.name, {})
-            if answers := {index for index in range(part.answers) if not had.get(index)}:
-                part.restarted |= answers
-                late[part.name] = part, answers
-        self._spawn(self._cut(late))
-
-    def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Note that answers lose their cache; those that continue have read their tokens again."""
-        for part in self._parts():
-            part.lost |= delivered.get(part.name, {})
+            without = {index for index in range(part.answers) if not had.get(index)}
+            if part.is_synced:
+                # without the trainer's adapter: the weights that come have it, or another, merged in, and with the
+                # adapter on top they would be no version at all
+                part.cut = True
+                part.restarted |= without
+                adapted[part] = set(range(part.answers))
+            if clear_cache:
+                part.lost |= had
+            elif without:
+                part.restarted |= without
+                late[part] = without
+        if adapted:  # now, before the engine resumes; again later, for what vLLM had not yet taken in
+            await _compat.abort_answers(self.engine, {part.name: answers for part, answers in adapted.items()})
+        for parts in (adapted, late):
+            self._spawn(self._cut(parts))
 
     def _parts(self) -> list[Part]:
         return [part for running in self._open.values() for part in running.parts]
 
-    async def _cut(self, late: dict[str, tuple[Part, set[int]]]) -> None:
+    async def _cut(self, late: dict[Part, set[int]]) -> None:
         while late:
-            found = await _compat.abort_answers(self.engine, {name: answers for name, (_, answers) in late.items()})
+            found = await _compat.abort_answers(self.engine, {part.name: answers for part, answers in late.items()})
             await asyncio.sleep(ABORT_SECONDS)
-            alive = set(self._parts())
-            left = {name: (part, answers - found.get(name, set())) for name, (part, answers) in late.items()}
-            late = {name: (part, answers) for name, (part, answers) in left.items() if answers and part in alive}
+            left = {part: late[part] - found.get(part.name, set()) for part in self._parts() if part in late}
+            late = {part: answers for part, answers in left.items() if answers}

@@ -31,7 +31,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ from torchrl_moe.modules.backends.vllm.weights import is_weight_check
 from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -86,10 +87,9 @@ def forced_routing_unavailable_reason(config: VllmConfig) -> str:
         return "the engine captures no routes"
     if config.speculative_config is not None:
         return "speculative decoding takes several tokens a step, some of which are dropped"
+    # ours keys cached blocks by rows, and keeps those of what is preempted
     scheduler = config.scheduler_config.scheduler_cls
-    if not str(scheduler).startswith(
-        SCHEDULERS
-    ):  # ours keys cached blocks by rows, and keeps those of what is preempted
+    if not str(scheduler).startswith(SCHEDULERS):
         return f"the engine has a scheduler of your own, {scheduler}"
     if parallel.data_parallel_size > 1:
         return f"data_parallel_size={parallel.data_parallel_size}: a router sees the tokens of other ranks"
@@ -139,37 +139,36 @@ class ForcedRouting:
         self._routers: dict[int, tuple[BaseRouter, Compute]] = {}
         self._always = not _calls_python(config)
         self._runner = runner
-        self.forced_routing_unavailable_reason = forced_routing_unavailable_reason(config) or self._wrap_routers(
-            config.model_config
-        )
-        if not self.forced_routing_unavailable_reason:
+        reason = forced_routing_unavailable_reason(config)
+        if not reason:
+            hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
+            try:
+                for layer, router in routers_of(runner.get_model()).items():
+                    way = prove(layer, router, hidden, dtype, self._buffer.device)
+                    rows_of = partial(self._slice, layer, router.top_k)
+                    self._routers[layer] = router, way(router, router._compute_routing, rows_of)
+            except ValueError as error:
+                reason = str(error)
+        self.forced_routing_unavailable_reason = reason
+        if not reason:
             self.drive(True)
 
-    def _wrap_routers(self, model_config: ModelConfig) -> str:
-        hidden, dtype = model_config.get_hidden_size(), model_config.dtype
-        try:
-            for layer, router in routers_of(self._runner.get_model()).items():
-                way = prove(layer, router, hidden, dtype, self._buffer.device)
-                self._routers[layer] = router, way(router, router._compute_routing, self._slice_of(layer, router.top_k))
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def _slice_of(self, layer: int, top_k: int) -> Callable[[int], Tensor]:
-        return lambda tokens: self._buffer[:tokens, layer, :top_k]
+    def _slice(self, layer: int, top_k: int, tokens: int) -> Tensor:
+        return self._buffer[:tokens, layer, :top_k]
 
     def drive(self, on: bool) -> None:
         """Follow, or let the routers choose, to measure the cost."""
         runner, connector = self._runner, self._runner.aux_output_connector
-        for owner, name, method in (
+        methods: list[tuple[Any, str, Callable[..., object]]] = [
             (runner, "add_requests", self._add_requests),
             (runner, "_remove_request", self._remove_request),
             (runner, "prepare_inputs", self._prepare_inputs),
             (connector, "prepare_output", self._prepare_output),
-        ):
+        ]
+        for owner, name, method in methods:
             vars(owner).pop(name, None)
             if on:
-                setattr(owner, name, method(getattr(owner, name)))
+                setattr(owner, name, partial(method, getattr(owner, name)))
         self._wrap(on and self._always)
 
     def _wrap(self, on: bool) -> None:
@@ -179,57 +178,50 @@ class ForcedRouting:
             else:
                 vars(router).pop("_compute_routing", None)
 
-    # -- the runner's methods ---------------------------------------------------------------------------------------
+    # -- the runner's methods, each around its own one ---------------------------------------------------------------
 
-    def _add_requests(self, native: Callable[[SchedulerOutput], None]) -> Callable[[SchedulerOutput], None]:
-        def add_requests(scheduler_output: SchedulerOutput) -> None:
-            native(scheduler_output)  # which removes each first
-            for new in scheduler_output.scheduled_new_reqs:
-                if (rows := forced_in(new.sampling_params).rows) is not None:
-                    self._rows[new.req_id] = rows
+    def _add_requests(self, native: Callable[[SchedulerOutput], None], scheduler_output: SchedulerOutput) -> None:
+        native(scheduler_output)  # which removes each first
+        for new in scheduler_output.scheduled_new_reqs:
+            if (rows := forced_in(new.sampling_params).rows) is not None:
+                self._rows[new.req_id] = rows
 
-        return add_requests
+    def _remove_request(self, native: Callable[[str], bool], req_id: str) -> bool:
+        self._rows.pop(req_id, None)  # it has ended, or lost its cache and comes back as a new one
+        return native(req_id)
 
-    def _remove_request(self, native: Callable[[str], bool]) -> Callable[[str], bool]:
-        def remove_request(req_id: str) -> bool:  # it has ended, or lost its cache and comes back as a new one
-            self._rows.pop(req_id, None)
-            return native(req_id)
-
-        return remove_request
-
-    def _prepare_inputs(self, native: Callable[P, InputBatch]) -> Callable[P, InputBatch]:
-        def prepare_inputs(*args: P.args, **kwargs: P.kwargs) -> InputBatch:
-            batch = native(*args, **kwargs)
-            if self._rows or self._filled:
-                self._lay_out(batch)
-            return batch
-
-        return prepare_inputs
+    def _prepare_inputs(self, native: Callable[P, InputBatch], *args: P.args, **kwargs: P.kwargs) -> InputBatch:
+        batch = native(*args, **kwargs)
+        if self._rows or self._filled:
+            self._lay_out(batch)
+        return batch
 
     def _prepare_output(
-        self, native: Callable[[InputBatch], PendingAuxOutput | None]
-    ) -> Callable[[InputBatch], PendingAuxOutput | None]:
-        def prepare_output(batch: InputBatch) -> PendingAuxOutput | None:
-            pending, step = native(batch), self._step
-            if step is None:
-                return pending
-            self._step = None
-            if not self._always:
-                self._wrap(False)
-            if pending is None:  # another rank delivers the routes
-                followed = self._buffer[: len(step)]
-                torch._assert_async(((self._captured[: len(step)] == followed) | (followed < 0)).all())
-                return None
-            process = pending.process_output
-
-            def compare_and_process() -> object:  # once the copy of the routes has arrived
-                _check_followed(step, pending.routed_experts[: len(step)], self._routers)
-                return process()
-
-            pending.process_output = compare_and_process
+        self, native: Callable[[InputBatch], PendingAuxOutput | None], batch: InputBatch
+    ) -> PendingAuxOutput | None:
+        pending, step = native(batch), self._step
+        if step is None:
             return pending
+        self._step = None
+        if not self._always:
+            self._wrap(False)
+        if pending is None:  # another rank delivers the routes
+            followed = self._buffer[: len(step)]
+            torch._assert_async(((self._captured[: len(step)] == followed) | (followed < 0)).all())
+            return None
+        process = pending.process_output
 
-        return prepare_output
+        def compare_and_process() -> object:  # once the copy of the routes has arrived
+            for layer, (router, _) in self._routers.items():
+                followed = step[:, layer, : router.top_k]
+                recorded = pending.routed_experts[: len(step), layer, : router.top_k]
+                on = followed[:, 0] >= 0
+                if wrong := int((recorded[on] != followed[on]).any(-1).sum()):
+                    raise ReplayError(f"layer {layer} did not follow {wrong} of {int(on.sum())} recorded rows")
+            return process()
+
+        pending.process_output = compare_and_process
+        return pending
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -264,18 +256,6 @@ class ForcedRouting:
         self._step = step
         if not self._always:
             self._wrap(step is not None)
-
-
-def _check_followed(
-    step: NDArray[np.int32], recorded: NDArray[np.generic], routers: Mapping[int, tuple[BaseRouter, Compute]]
-) -> None:
-    """Compare what vLLM recorded with what a step's tokens follow, both ``[N, L, K]``."""
-    for layer, (router, _) in routers.items():
-        followed = step[:, layer, : router.top_k]
-        on = followed[:, 0] >= 0
-        wrong = int((recorded[on, layer, : router.top_k] != followed[on]).any(-1).sum())
-        if wrong:
-            raise ReplayError(f"layer {layer} did not follow {wrong} of {int(on.sum())} recorded rows")
 
 
 # -- routers ----------------------------------------------------------------------------------------------------------
@@ -423,20 +403,16 @@ def _why_not(way: Way, router: BaseRouter, hidden: Tensor, logits: Tensor, other
     return ""
 
 
-# vLLM's schedulers; these also keep the experts of a request that is read again, and let the weight check overtake.
+# -- schedulers, which the engine core makes by their names -----------------------------------------------------------
 #
 # vLLM preempts a request where others need its blocks, or where a weight swap has its cache recomputed; later it
 # reads the request's tokens again, and routes them by the weights of that time. Here they follow the experts that
 # their answer was sampled with. A worker gets a request that is read again as a new one, so the rows travel in its
 # ``SamplingParams``.
 #
-# The weight check overtakes all other requests: it runs in steps of its own, without the running requests. It has a
-# slot of its own (``_compat.reserve_check_slot``), and no other prompt comes before it. Where no blocks of the cache
-# are free, the request is preempted that vLLM itself would preempt.
-#
-# Imported in the engine core only, which makes a scheduler by its name.
-#
-# Letters: P prompt tokens, G tokens delivered, L decoder layers, K experts per token.
+# The weight check runs in steps of its own, without the running requests. It has a slot of its own
+# (``_compat.reserve_check_slot``), and no other prompt comes before it. Where no blocks of the cache are free, the
+# request is preempted that vLLM itself would preempt.
 
 
 QUEUES = ("waiting", "kv_holding_waiting")
@@ -444,7 +420,7 @@ _compat.zero_new_blocks()  # the workers do this too
 
 
 class MoEScheduler(Scheduler):
-    """The scheduler of an engine that waits for each step."""
+    """The scheduler of an engine that waits for each step: it keeps experts, and lets the weight check overtake."""
 
     running: list[SchedulerRequest]
 

@@ -37,23 +37,19 @@ class SamplingParamsBuilder:
         self._reports_kept = reports_kept
         self._mode = logprobs_mode
         self._reads_cache = reads_cache
-        self._key: tuple[int, int] | None = None
-        self._held: tuple[object, object] | None = None
-        self._last: SamplingParams
+        self._last: tuple[object, object, SamplingParams] | None = None  # of which sources, and the parameters
 
     def __call__(self, spec: object, guided_options: object = None) -> SamplingParams:
         """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``."""
-        key = (id(spec), id(guided_options))
-        if key != self._key:
+        if self._last is None or self._last[0] is not spec or self._last[1] is not guided_options:
             params = _build(spec, guided_options)
             check_wire("sampling_params", params)
             if not self._reads_cache:
                 params.skip_reading_prefix_cache = True
             if params.logprobs is not None:
                 self._refuse_other_distributions(params)
-            # holding the sources keeps their ids from being used again
-            self._key, self._held, self._last = key, (spec, guided_options), params
-        return self._last
+            self._last = spec, guided_options, params
+        return self._last[2]
 
     def _refuse_other_distributions(self, params: SamplingParams) -> None:
         """Refuse log-probs of another distribution than is sampled from, or of one that cannot be known."""
@@ -120,17 +116,6 @@ def default_of(name: str) -> Any:
     return getattr(SamplingParams(), name)
 
 
-def _refuse_dropped(params: SamplingParams) -> None:
-    """Refuse what vLLM would compute and a completion does not carry, and what it would leave out."""
-    for name in ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids"):
-        value = getattr(params, name)
-        if value is not None and (name, value) != ("logprobs", 0):
-            raise ValueError(
-                f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
-                "logprobs=0: leave it out"
-            )
-
-
 def _build(spec: object, guided_options: object) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -151,14 +136,21 @@ def _build(spec: object, guided_options: object) -> SamplingParams:
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"sampling_params: {name}: {error}") from error
         params = SamplingParams(**fields)
-    # whatever way it came, it must hold nothing that a completion does not carry
-    _refuse_dropped(params)
+    # whatever way it came: what vLLM would compute and a completion does not carry is refused
+    for name in ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids"):
+        value = getattr(params, name)
+        if value is not None and (name, value) != ("logprobs", 0):
+            raise ValueError(
+                f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
+                "logprobs=0: leave it out"
+            )
     if guided_options is not None:
         if not isinstance(guided_options, StructuredOutputsParams | Mapping):
-            kind = type(guided_options).__name__
-            raise ValueError(f"guided_options must be vLLM's StructuredOutputsParams or a mapping, got {kind}")
-        is_mapping = isinstance(guided_options, Mapping)
-        params.structured_outputs = StructuredOutputsParams(**guided_options) if is_mapping else guided_options
+            got = type(guided_options).__name__
+            raise ValueError(f"guided_options must be vLLM's StructuredOutputsParams or a mapping, got {got}")
+        if isinstance(guided_options, Mapping):
+            guided_options = StructuredOutputsParams(**guided_options)
+        params.structured_outputs = guided_options
     # an answer that a weight update cuts follows all of its rows, so vLLM gives them all (see ``without_known_rows``)
     params.routed_experts_prompt_start = 0
     # a cumulative kind loses answers for n > 1
@@ -167,21 +159,18 @@ def _build(spec: object, guided_options: object) -> SamplingParams:
     return params
 
 
-# The token ids that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
+# -- the token ids that sampling kept, as vLLM's Model Runner V2 reports them, made small enough for any vocabulary ----
 #
 # With ``return_sampling_mask`` vLLM lists the kept ids of every token, and demands a ``top_k`` that bounds their
 # number. Here a token from which no id was left out has no list, one from which a few were left out lists these,
 # and steps in which no request leaves any out compute none. So ``top_p``, ``min_p``, bans and grammars need no
-# ``top_k``.
-#
-# Letters: N requests of a step, R their sampled tokens, V vocabulary.
+# ``top_k``. Letters: R sampled tokens of a step.
 
 
 def can_report(engine_args: AsyncEngineArgs) -> bool:
-    """Whether an engine of these arguments can report masks that are all a trainer needs to know.
+    """Whether an engine's masks are all a trainer needs to know.
 
-    It cannot if the user has logits processors, which may change values, or if log-probs are not those of the sampled
-    distribution.
+    They are not beside logits processors, which may change values, or log-probs of another distribution.
     """
     return engine_args.logprobs_mode == "processed_logprobs" and not engine_args.logits_processors
 
@@ -189,7 +178,7 @@ def can_report(engine_args: AsyncEngineArgs) -> bool:
 def lift_top_k_rule(engine: AsyncLLM) -> bool:
     """Let an ``AsyncLLM`` that reports masks take requests without a ``top_k``, and greedy ones; whether it reports.
 
-    Its frontend refuses them; the engine core, another process with a configuration of its own, does not.
+    Only its frontend refuses them: the engine core is another process, with a configuration of its own.
     """
     reports: bool = engine.model_config.return_sampling_mask
     engine.model_config.return_sampling_mask = False
@@ -208,9 +197,10 @@ def report_kept(runner: GPUModelRunner) -> None:
 
         def tolists(self, num_sampled_tokens: NDArray[np.generic] | None = None) -> SamplingMaskLists:
             lists = super().tolists(num_sampled_tokens)
-            return lists._replace(
-                **dict(zip(("token_ids", "offsets"), _shortened(lists, self.vocab_size), strict=True))
-            )
+            if 2 * np.diff(lists.offsets).max(initial=0) <= self.vocab_size:
+                return lists
+            rows = [shortest(row, self.vocab_size) for row in np.split(lists.token_ids, lists.offsets[1:-1])]
+            return lists._replace(token_ids=np.concatenate(rows), offsets=np.cumsum([0, *map(len, rows)]))
 
     sampler = runner.sampler
     if "torchrl_moe_cuts" in vars(sampler):
@@ -238,16 +228,6 @@ def report_kept(runner: GPUModelRunner) -> None:
     sampler.add_request, runner.sample = add_and_note, sample_and_report
 
 
-def _shortened(lists: SamplingMaskLists, vocabulary: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the ids and offsets of a step's lists ``[R]``, each as :func:`shortest` has it."""
-    counts = np.diff(lists.offsets)
-    if 2 * counts.max(initial=0) <= vocabulary:
-        return lists.token_ids, lists.offsets
-    rows = [shortest(row, vocabulary) for row in np.split(lists.token_ids, lists.offsets[1:-1])]
-    offsets = np.cumsum([0, *map(len, rows)])
-    return np.concatenate(rows), offsets
-
-
 def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
     """Return the ids of kept tokens, or ``~id`` of the others where these are fewer; nothing where all were kept.
 
@@ -261,14 +241,12 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
     return ~left_out.nonzero()[0].astype(np.int32)
 
 
-# Log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker adjusts logits as the rollout's were.
+# -- log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker adjusts logits ---------------------
 #
 # vLLM scores any ids that a request names for each position (``prompt_logprob_token_ids``), normalised over the
 # vocabulary at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
 # ids travel in its ``SamplingParams``, as its rows do (``Forced``), and the worker divides and masks logits by
 # them. (Naming all kept tokens instead would need no hook, but a rectangle of ids as wide as the longest list.)
-#
-# Letters: P prompt tokens, N tokens of a step, V vocabulary.
 
 
 KEY = "torchrl_moe_scoring"

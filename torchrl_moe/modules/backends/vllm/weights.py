@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import shutil
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from torchrl_moe import _compat
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import EngineError, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.engine import compare_log_probs
-from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
-from torchrl_moe.modules.backends.vllm.adapters import UnusedModulesError, load_adapter
+from torchrl_moe.modules.backends.vllm.adapters import UnusedModulesError, load_adapter, new_folder
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 
@@ -31,16 +28,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-# The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
-#
-# Nothing is paused. A request keeps the adapter that it began with, and vLLM keys cached prefixes by an adapter's
-# name, which no two versions share. An adapter that vLLM evicts is read from its files again in the step that needs
-# it, and one that cannot be read ends the engine. So each version is copied to files of our own, which stay until no
-# request uses it.
-
-
-FIRST_NUMBER = 1 << 30  # users count their own from 1
+FIRST_NUMBER = 1 << 30  # of a trainer's adapters; users count their own from 1
 LEAVE_SECONDS = 0.1  # between two checks whether an old adapter is still in use
+WEIGHTS, REST = "weights", "kv_cache"  # vLLM's names of what sleeps
+PROBE_SECONDS = 10.0
+PROOF_SECONDS = 60.0
+CHECK = "torchrl_moe_weight_check"  # in the ``extra_args`` of the weight check's request
+SETTLE_SECONDS = 0.01  # between two polls for tokens that are still in transit
+POLL_SECONDS = (0.005, 0.1)  # between two polls of workers that stage: first, and at most
+
+Expected: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
+"""Dtype and shape of each tensor of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +51,13 @@ class _Loaded:
 
 
 class AdapterVersions:
-    """The versions of a trainer's adapter in one ``AsyncLLM``."""
+    """The versions of a trainer's adapter in one ``AsyncLLM``: one is loaded, then given to new requests.
+
+    Nothing is paused. A request keeps the adapter that it began with, and vLLM keys cached prefixes by an adapter's
+    name, which no two versions share. An adapter that vLLM evicts is read from its files again in the step that needs
+    it, and one that cannot be read ends the engine. So each version is copied to files of our own, which stay until no
+    request uses it.
+    """
 
     def __init__(
         self, engine: AsyncLLM, requests: EngineRequests, check: Callable[[str], None] = lambda _: None
@@ -86,27 +90,29 @@ class AdapterVersions:
         if self._store is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started = time.perf_counter()
-        folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
+        folder, number = new_folder(), next(self._numbers)
+        fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
         try:
             manifest = await asyncio.to_thread(copy_adapter, self._store, version, folder)
             fetched = time.perf_counter()
-            adapter = await self._load(version, folder)
+            try:
+                lora = await load_adapter(self._engine, fields)
+            except Exception as error:  # vLLM's own is no narrower
+                hint = ". Or send lora='merged'" if isinstance(error, UnusedModulesError) else ""
+                raise ManifestMismatch(f"the engine cannot load adapter version {version}: {error}{hint}") from error
         except BaseException:
             shutil.rmtree(folder)
             raise
         self._retire(self._staged)
-        self._staged = adapter
-        return _report(manifest, started, fetched)
-
-    async def _load(self, version: int, folder: Path) -> _Loaded:
-        number = next(self._numbers)
-        fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
-        lora: LoRARequest | BaseException
-        (lora,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
-        if isinstance(lora, BaseException):
-            hint = ". Or send lora='merged'" if isinstance(lora, UnusedModulesError) else ""
-            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {lora}{hint}")
-        return _Loaded(version, lora, folder)
+        self._staged = _Loaded(version, lora, folder)
+        loaded = time.perf_counter()
+        return StageReport(
+            seconds=loaded - started,
+            nbytes=manifest.nbytes,
+            digest=manifest.digest,
+            fetched=fetched - started,
+            loaded=loaded - fetched,
+        )
 
     def swap(self, version: int) -> SwapReport:
         """Give the version staged last to all new requests."""
@@ -138,30 +144,11 @@ class AdapterVersions:
             shutil.rmtree(adapter.folder, ignore_errors=True)
 
 
-def _report(manifest: Manifest, started: float, fetched: float) -> StageReport:
-    now = time.perf_counter()
-    return StageReport(
-        seconds=now - started,
-        nbytes=manifest.nbytes,
-        digest=manifest.digest,
-        fetched=fetched - started,
-        loaded=now - fetched,
-    )
-
-
-# The weight check: a request that new weights must pass before any of their tokens leaves the engine process.
-#
-# With a canary (the trainer's own log-probs of a fixed prompt), the engine's log-probs must equal it. Without one, the
-# engine generates one token, whose log-prob must be a number: a tensor that did not arrive shows as NaN.
-
-
-PROBE_SECONDS = 10.0
-PROOF_SECONDS = 60.0
-CHECK = "torchrl_moe_weight_check"  # in the request's ``extra_args``
-
-
 class WeightCheck:
-    """A request to an engine that generates, or is about to.
+    """A request that new weights must pass before any of their tokens leaves the engine process.
+
+    With a canary (the trainer's own log-probs of a fixed prompt), the engine's log-probs must equal it. Without one,
+    the engine generates one token, whose log-prob must be a number: a tensor that did not arrive shows as NaN.
 
     Our scheduler lets it overtake all other requests. Under another scheduler it waits its turn; then no result in time
     means that the engine is full, and says nothing about its weights.
@@ -220,27 +207,6 @@ def is_weight_check(params: SamplingParams | None) -> bool:
     return bool(params and params.max_tokens == 1 and (params.extra_args or {}).get(CHECK))
 
 
-# The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
-#
-# One transaction. Staging checks names, shapes and digests, and has the workers fetch the version. Swapping pauses,
-# loads, resumes and sends the weight check, which holds output back:
-#
-# .. code-block:: text
-#
-#     stage (serving) --> pause --> load --> resume + weight check --> release held output
-#                                    +-- failed ---+--> drop it; back to the old weights if intact, else stay paused
-#
-# Old weights are intact before the first tensor is loaded.
-
-
-SETTLE_SECONDS = 0.01  # between two polls for tokens that are still in transit
-POLL_SECONDS = (0.005, 0.1)  # between two polls of workers that stage: first, and at most
-
-
-Expected: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
-"""Dtype and shape of each tensor of the checkpoint."""
-
-
 class StagingReport(TypedDict):
     """How far a worker is with staging a version: plain data, sent from its process."""
 
@@ -250,7 +216,18 @@ class StagingReport(TypedDict):
 
 
 class EngineWeights:
-    """The weights of one ``AsyncLLM``."""
+    """The weights of one ``AsyncLLM``, and their update: one transaction.
+
+    Staging checks names, shapes and digests, and has the workers fetch the version, while the engine serves. Swapping
+    pauses, loads, resumes and sends the weight check, which holds output back:
+
+    .. code-block:: text
+
+        stage (serving) --> pause --> load --> resume + weight check --> release held output
+                                       +-- failed ---+--> drop it; back to the old weights if intact, else stay paused
+
+    Old weights are intact before the first tensor is loaded.
+    """
 
     def __init__(self, engine: AsyncLLM, expected: Callable[[], Expected]) -> None:
         self.engine = engine
@@ -262,8 +239,14 @@ class EngineWeights:
         self._swaps = 0
         self._left_paused = False  # by a failed swap, not by the user
         self.user_paused = False
-        self.awake = asyncio.Event()  # otherwise new requests wait; see ``EngineSleep``
-        self.awake.set()
+        self._awake = asyncio.Event()  # otherwise new requests wait
+        self._awake.set()
+        self._asleep: set[str] = set()
+        self._level = 0
+        self._dropped = False  # by sleep of level 2, and not updated since
+        self._slept_paused = False  # the user had paused it before it slept
+        self._asked = 0  # counts calls of sleep and wake_up: the last one holds
+        self._turn = asyncio.Lock()  # no sleep during a swap
         self.accepting = asyncio.Event()  # otherwise vLLM refuses new requests: it is paused, and not to keep them
         self.accepting.set()
         self._open_gate = asyncio.Event()  # for new requests
@@ -294,32 +277,11 @@ class EngineWeights:
 
     async def salt(self) -> dict[str, str]:
         """Return the salt that separates cached prefixes of different weights; waits for a running swap."""
-        while not (self.awake.is_set() and self._open_gate.is_set()):
-            await self.awake.wait()
+        while not (self._awake.is_set() and self._open_gate.is_set()):
+            await self._awake.wait()
             await self._open_gate.wait()
         # by swap, not by version: another trainer may count from zero
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
-
-    async def no_swap(self) -> None:
-        while not self._open_gate.is_set():  # the next swap may start before a waiter wakes
-            await self._open_gate.wait()
-
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause the engine for the user, after a running swap, which would resume what the user paused."""
-        await self.no_swap()
-        self.user_paused = True
-        if mode != "keep":
-            self.accepting.clear()
-        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
-
-    async def resume(self) -> None:
-        """Resume the engine for the user, after a running swap, since half-loaded weights would generate."""
-        await self.no_swap()
-        if self._left_paused:
-            raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
-        self.user_paused = False
-        await self.engine.resume_generation()
-        self.accepting.set()
 
     async def deliver(self, completion: Completion) -> Completion | None:
         """Return a completion with the versions of its tokens, once their weights have passed the check."""
@@ -341,6 +303,97 @@ class EngineWeights:
                 output.policy_versions[: counts.get(output.index, 0)] = version
         return completion
 
+    # -- pause and sleep --------------------------------------------------------------------------------------------
+    #
+    # vLLM's sleep mode gives a GPU's memory to the trainer, and takes it back. Requests that come meanwhile wait here,
+    # before vLLM has seen them. A weight update wakes the weights, and nothing else. Weights that level 2 has dropped
+    # must be updated before the rest may wake. vLLM has sleep mode on GPUs only, and this has never run on one.
+
+    def check_awake(self, what: str) -> None:
+        """Raise an ``EngineError`` if the engine sleeps, or a part of it does."""
+        if self._asleep:
+            raise EngineError(f"{what}: the engine sleeps; wake_up() first")
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause the engine for the user, after a running swap, which would resume what the user paused."""
+        self.check_awake("pause")
+        await self._pause(mode, clear_cache)
+
+    async def resume(self) -> None:
+        """Resume the engine for the user, after a running swap, since half-loaded weights would generate."""
+        self.check_awake("resume")
+        await self._resume()
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """Free the memory of weights and cache. Does nothing if it sleeps at that level already."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep: level must be 1 (weights go to host memory) or 2 (they are dropped), got {level}")
+        if not self.engine.model_config.enable_sleep_mode:
+            raise ValueError("sleep: start the engine with enable_sleep_mode=True; vLLM has it on GPUs only")
+        if self._asleep == {WEIGHTS, REST} and level == self._level:
+            return
+        self.check_awake("sleep")
+        self._asked = mine = self._asked + 1
+        await self._no_swap()  # whose pause is not the user's
+        self._slept_paused = self.user_paused
+        self._awake.clear()
+        try:
+            await self._pause(mode, True)
+            async with self._turn:
+                if mine != self._asked:
+                    raise EngineError("sleep: the engine was woken before its requests had finished")
+                await self.engine.sleep(level, "keep")
+                self._asleep, self._level, self._dropped = {WEIGHTS, REST}, level, level == 2
+        except BaseException:
+            if mine == self._asked:
+                await self._go_on()
+            raise
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory back; once all of it is back, continue as before. Idempotent."""
+        wanted = {WEIGHTS, REST} if tags is None else set(tags)
+        if not wanted <= {WEIGHTS, REST}:
+            raise ValueError(f"wake_up: tags must be of 'weights' and 'kv_cache', got {list(tags or ())!r}")
+        if REST in wanted and self._dropped:
+            raise WeightSyncError("wake_up: sleep of level 2 has dropped the weights; update them first")
+        self._asked += 1
+        async with self._turn:
+            await self._wake(wanted)
+            if not self._asleep and not self._awake.is_set():
+                await self._go_on()
+
+    async def _wake(self, wanted: set[str]) -> None:
+        if tags := sorted(wanted & self._asleep):
+            await self.engine.wake_up(tags)
+            self._asleep -= wanted
+
+    async def _go_on(self) -> None:
+        """Serve, or stay paused if the engine was paused before it slept."""
+        if self._slept_paused:  # vLLM resumes by itself once nothing sleeps
+            await self.engine.pause_generation(mode="keep", clear_cache=False)
+        else:
+            await self._resume()
+        self._awake.set()
+
+    async def _no_swap(self) -> None:
+        while not self._open_gate.is_set():  # the next swap may start before a waiter wakes
+            await self._open_gate.wait()
+
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await self._no_swap()
+        self.user_paused = True
+        if mode != "keep":
+            self.accepting.clear()
+        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def _resume(self) -> None:
+        await self._no_swap()
+        if self._left_paused:
+            raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
+        self.user_paused = False
+        await self.engine.resume_generation()
+        self.accepting.set()
+
     # -- staging ----------------------------------------------------------------------------------------------------
 
     async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
@@ -350,7 +403,21 @@ class EngineWeights:
         started = time.perf_counter()
         # names and shapes first, before a worker is asked
         found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
-        reports = await self._stage_in_workers(found, verify == "digest", threads)
+        # then all workers, each in a thread of its own; again while one of them is still at an earlier version
+        self._stagings = mine = self._stagings + 1
+        waiting, longest = POLL_SECONDS
+        asked = found.to_json(), verify == "digest", threads
+        while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=asked)):
+            await self._wait(longest, mine)
+        while True:
+            reports: list[StagingReport] = await self.engine.collective_rpc("torchrl_moe_staged")
+            if not any(report["running"] for report in reports):
+                break
+            await self._wait(waiting, mine)
+            waiting = min(waiting * 1.5, longest)
+        for report in reports:
+            if report["error"] is not None:
+                raise WeightSyncError(f"version {found.version} could not be staged: {report['error']}")
         verifying = time.perf_counter()
         if self.reader is not None and verify == "digest":  # the workers only map the store
             await asyncio.to_thread(self.reader.verify, found, threads)
@@ -373,26 +440,8 @@ class EngineWeights:
         check_tensors(found.tensors, expected)
         return found, found.nbytes, found.digest
 
-    async def _stage_in_workers(self, found: Manifest, *options: object) -> list[StagingReport]:
-        """Let all workers stage a version, each in a thread; return their final reports."""
-        waiting, longest = POLL_SECONDS
-        self._stagings = mine = self._stagings + 1
-        while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
-            await asyncio.sleep(longest)  # an earlier version is still being fetched
-            self._check_newest(mine)
-        while True:
-            reports: list[StagingReport] = await self.engine.collective_rpc("torchrl_moe_staged")
-            if not any(report["running"] for report in reports):
-                break
-            await asyncio.sleep(waiting)
-            self._check_newest(mine)
-            waiting = min(waiting * 1.5, longest)
-        for report in reports:
-            if report["error"] is not None:
-                raise WeightSyncError(f"version {found.version} could not be staged: {report['error']}")
-        return reports
-
-    def _check_newest(self, staging: int) -> None:
+    async def _wait(self, seconds: float, staging: int) -> None:
+        await asyncio.sleep(seconds)
         if staging != self._stagings:  # the driver has started another one
             raise WeightSyncError("another version was staged meanwhile")
 
@@ -409,23 +458,20 @@ class EngineWeights:
         """Replace the weights. Does not raise for a failed update: the report says how far it got.
 
         New requests wait, so that none reads old prefixes. A paused engine stays paused and gets no weight check.
+        Weights that sleep are woken, and stay awake.
         """
-        started = time.perf_counter()
-        self._open_gate.clear()
-        try:
-            return await self._swap(started, version, pause, clear_cache, canary, patience)
-        finally:
-            self._open_gate.set()
+        async with self._turn:
+            await self._wake({WEIGHTS})
+            self._open_gate.clear()
+            try:
+                return await self._swap(version, pause, clear_cache, canary, patience)
+            finally:
+                self._open_gate.set()
 
     async def _swap(
-        self,
-        started: float,
-        version: int,
-        pause: PauseMode,
-        clear_cache: bool,
-        canary: Mapping[str, object] | None,
-        patience: float,
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
+        started = time.perf_counter()
         # hold: pause, and note which tokens the old weights made
         was_paused = self.user_paused
         (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
@@ -475,8 +521,7 @@ class EngineWeights:
             name: [*self._marks.get(name, []), (made_by.get(name, self.version), had)] for name, had in counts.items()
         }
         if self.in_flight is not None:
-            await self.in_flight.leave_adapter(counts)
-            (self.in_flight.read_again if clear_cache else self.in_flight.restart_answers)(counts)
+            await self.in_flight.paused(counts, clear_cache)
 
     async def _delivered(self) -> dict[str, dict[int, int]]:
         """Return how many tokens each request of a paused engine has, by answer."""
@@ -496,9 +541,8 @@ class EngineWeights:
 
     async def _whole(self) -> bool:
         """Whether the model of every worker can run: then a failed load has not touched it."""
-        asked = self.engine.collective_rpc("torchrl_moe_whole")
         whole: list[bool] | BaseException
-        (whole,) = await asyncio.gather(asked, return_exceptions=True)
+        (whole,) = await asyncio.gather(self.engine.collective_rpc("torchrl_moe_whole"), return_exceptions=True)
         return not isinstance(whole, BaseException) and all(whole)
 
     async def _prove(self, canary: Mapping[str, object] | None, before: bool, deadline: float) -> tuple[float, str]:
@@ -524,6 +568,7 @@ class EngineWeights:
     async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
         """Resume the engine, or leave it paused if it has neither its old weights nor good new ones."""
         self._left_paused = error is not None and not restored
+        self._dropped = self._dropped and error is not None
         if resume:
             await self.engine.resume_generation()
         if self._left_paused:
@@ -542,15 +587,8 @@ def _message(error: BaseException | None) -> str | None:
 class Updates:
     """The updates of one engine by a trainer that sends whole weights, or only an adapter."""
 
-    def __init__(
-        self,
-        weights: EngineWeights,
-        requests: EngineRequests,
-        adapters: AdapterVersions,
-        swap: Callable[..., Awaitable[SwapReport]] | None = None,
-    ) -> None:
+    def __init__(self, weights: EngineWeights, requests: EngineRequests, adapters: AdapterVersions) -> None:
         self.weights, self.requests, self.adapters = weights, requests, adapters
-        self._swap_weights = swap or weights.swap
         self.sends_adapters = False
 
     async def open(self, transport: str, options: Mapping[str, object]) -> None:
@@ -572,7 +610,7 @@ class Updates:
             return self.adapters.swap(version)
         # whole weights have the adapter merged in, or none
         adapter, self.requests.adapter = self.requests.adapter, None
-        report = await self._swap_weights(version, pause, clear_cache, canary, patience)
+        report = await self.weights.swap(version, pause, clear_cache, canary, patience)
         if report.started:
             self.adapters.leave()
         else:

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -36,23 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 
-# The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
-#
-# vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with
-# this backend, and ``init_transfer_engine`` names the transport. A version is fetched and checked while the model
-# generates. It gets into the model during a pause, by vLLM's layerwise reload:
-#
-# .. code-block:: text
-#
-#     start: take layers apart --> load: reassemble each when its last tensor arrives --> finish: reassemble the rest
-#
-# Until the end the model cannot run (``whole`` is False), so a load that fails midway costs the replica its weights.
-#
-# Imported in vLLM's worker processes only.
-
-
 NICENESS = 5
 SWITCH_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
+T = TypeVar("T")
 
 
 @dataclass
@@ -71,9 +57,17 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads versions of the weights into the worker's model.
+    """Loads versions of the weights into the worker's model, by vLLM's own interface over a transport of ours.
 
-    ``whole``: whether the model can run, because no layer is taken apart.
+    vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with
+    this one, and ``init_transfer_engine`` names the transport. A version is fetched and checked while the model
+    generates. It gets into the model during a pause, by vLLM's layerwise reload:
+
+    .. code-block:: text
+
+        start: take layers apart --> load: reassemble each when its last tensor arrives --> finish: reassemble the rest
+
+    Until the end the model cannot run (``whole`` is False), so a load that fails midway costs the replica its weights.
     """
 
     init_info_cls = InitInfo
@@ -86,7 +80,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver: Receiver | None = None
         self._kernels: list[tuple[object, object]] = []
         self._reading = ExitStack()  # of the version that is being loaded
-        self._staging: Staging | None = None
+        self._staging: Future[tuple[Manifest, float]] | None = None  # the version, and seconds that fetching it took
         self._asked: tuple[object, ...] | None = None  # the arguments of ``_staging``; None once another was asked for
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -110,20 +104,32 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         receiver = self._open()
         asked = (manifest, receiver, verify)
-        if self._staging is not None and self._staging.running:
+        if self._staging is not None and not self._staging.done():
             if self._asked == asked:
                 return True
             self._asked = None  # given up: what comes of it is not used
             return False
+
+        def fetch() -> tuple[Manifest, float]:
+            started = time.perf_counter()
+            found = Manifest.from_json(manifest)
+            receiver.fetch(found, verify=verify, threads=threads)
+            return found, time.perf_counter() - started
+
         self._asked = asked
-        self._staging = Staging(manifest, receiver, verify=verify, threads=threads)
+        self._staging = _run_politely(fetch)
         return True
 
     def staged(self) -> StagingReport:
-        """Return the progress of staging, as :meth:`Staging.report` does."""
+        """Return how far staging is."""
         if self._staging is None:
             raise RuntimeError("nothing was staged")
-        return self._staging.report()
+        if not self._staging.done():
+            return {"running": True, "fetched": 0.0, "error": None}
+        error = self._staging.exception()
+        if error is not None:
+            return {"running": False, "fetched": 0.0, "error": f"{type(error).__name__}: {error}"}
+        return {"running": False, "fetched": self._staging.result()[1], "error": None}
 
     # -- under the pause --------------------------------------------------------------------------------------------
 
@@ -172,8 +178,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _manifest(self, version: int) -> Manifest:
         """Return the manifest that was staged, since not every receiver can look one up."""
-        staged = None if self._staging is None else self._staging.manifest
-        return staged if staged is not None and staged.version == version else self._open().manifest(version)
+        job = self._staging
+        if job is not None and job.done() and job.exception() is None and job.result()[0].version == version:
+            return job.result()[0]
+        return self._open().manifest(version)
 
     def finish_weight_update(self) -> None:
         """Reassemble the remaining layers, and restore the kernels of experts that were not loaded."""
@@ -190,70 +198,32 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver.close()
 
 
-class Staging:
-    """A version on its way here: a thread fetches and checks it, while the worker's loop keeps generating."""
-
-    def __init__(self, manifest: str, receiver: Receiver, *, verify: bool, threads: int) -> None:
-        self.manifest: Manifest | None = None
-        self._text, self._receiver = manifest, receiver
-        self._verify, self._threads = verify, threads
-        self._fetched = 0.0
-        self._job = _run_politely(self._fetch)
-
-    @property
-    def running(self) -> bool:
-        return not self._job.done()
-
-    def report(self) -> StagingReport:
-        if self.running:
-            return {"running": True, "fetched": 0.0, "error": None}
-        error = self._job.exception()
-        return {
-            "running": False,
-            "fetched": self._fetched,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-        }
-
-    def _fetch(self) -> None:
-        started = time.perf_counter()
-        self.manifest = manifest = Manifest.from_json(self._text)
-        self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)
-        self._fetched = time.perf_counter() - started
-
-
-def _run_politely(work: Callable[[], None]) -> Future[None]:
+def _run_politely(work: Callable[[], T]) -> Future[T]:
     """Run a function in its own thread, at a lower priority, with shorter intervals of Python's interpreter lock.
 
     With the usual 5 ms, a step of the worker's loop would wait for that lock at each of its many short calls.
     """
+
+    def politely() -> T:
+        if sys.platform == "linux":  # only there a thread has its own priority
+            thread = threading.get_native_id()
+            # only upwards: lowering the nice value needs a privilege
+            os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            return work()
+        finally:
+            sys.setswitchinterval(before)
+
     executor = ThreadPoolExecutor(1, "weights")
-    job = executor.submit(_polite()(work))
+    job = executor.submit(politely)
     executor.shutdown(wait=False)  # the thread ends with its job
     return job
 
 
-@contextmanager
-def _polite() -> Iterator[None]:
-    if sys.platform == "linux":  # only there a thread has its own priority
-        thread = threading.get_native_id()
-        # only upwards: lowering the nice value needs a privilege
-        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-# What we add to vLLM's workers: methods that the engine process calls by name through ``collective_rpc``.
-#
-# It is imported inside worker processes only. Every method carries our prefix, because vLLM refuses an extension that
-# shares a name with its worker class. None of them waits for anything: while a worker runs one, it generates nothing.
-
-
-# vLLM imports this module in each worker before it makes the weight-transfer engine. Unlike an entry point, that needs
-# no installed package and cannot be filtered away by VLLM_PLUGINS.
+# vLLM imports this module in each worker, and only there, before it makes the weight-transfer engine. Unlike an entry
+# point, that needs no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
 _compat.apply_adapters_on_cpu()
@@ -266,8 +236,11 @@ end_with_leader()  # the engine core, this process's parent, does not watch its 
 
 
 class WorkerExtension:
-    """Mixed into vLLM's ``Worker``; the attributes without our prefix are the worker's own."""
+    """What the engine process calls by name, through ``collective_rpc``: it is mixed into vLLM's ``Worker``."""
 
+    # Every method carries our prefix, because vLLM refuses an extension that shares a name with its worker class; the
+    # attributes without it are the worker's own. None of them waits for anything: while a worker runs one, it generates
+    # nothing.
     model_runner: GPUModelRunner
     weight_transfer_engine: WeightEngine
     add_lora: Callable[[LoRARequest], bool]
@@ -298,9 +271,8 @@ class WorkerExtension:
             if masks:
                 report_kept(runner)
             adjust_scores(runner)
-        return (
-            runner.torchrl_moe_forced.forced_routing_unavailable_reason if hasattr(runner, "torchrl_moe_forced") else ""
-        )
+        forced = getattr(runner, "torchrl_moe_forced", None)
+        return "" if forced is None else str(forced.forced_routing_unavailable_reason)
 
     def torchrl_moe_masks(self, on: bool) -> None:
         """Report kept tokens, or not, to measure the cost."""
@@ -320,7 +292,7 @@ class WorkerExtension:
         return began
 
     def torchrl_moe_staged(self) -> StagingReport:
-        """Return how far staging is; see ``Staging.report``."""
+        """Return how far staging is."""
         return self.weight_transfer_engine.staged()
 
     def torchrl_moe_whole(self) -> bool:
