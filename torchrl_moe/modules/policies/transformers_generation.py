@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from torchrl_moe import _compat_transformers as _compat_generation
+from torchrl_moe._compat_transformers import sample_by, standard_names
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, name_kept
 from torchrl_moe.modules.policies.scoring import pad_left
 from torchrl_moe.modules.policies.scoring_model import unwrap
@@ -106,7 +106,7 @@ class GenerationSettings:
         {'temperature': 0.7, 'max_new_tokens': 8, 'do_sample': True}
         """
         # TorchRL's names first, then what is switched off, then what transformers must know
-        named = _compat_generation.standard_names(dict(generate_kwargs or {}))
+        named = standard_names(dict(generate_kwargs or {}))
         fields = {name: value for name, value in named.items() if value is not None and name not in OURS}
         for name, off in BEAMS.items():
             if fields.get(name) not in off:
@@ -127,13 +127,24 @@ class GenerationSettings:
         unknown = sorted(name for name in fields if not hasattr(GenerationConfig(), name))
         if unknown:
             raise ValueError(f"generate_kwargs has {unknown}, which transformers' GenerationConfig does not know")
-        return cls(named, _greedy_or_not(fields), samples, bool(skip))
+        # a temperature of 0 is greedy, and other settings imply sampling
+        temperature = fields.get("temperature")
+        if temperature == 0:
+            if fields.get("do_sample"):
+                raise ValueError("do_sample=True samples, and temperature=0 is greedy: pass one of them")
+            del fields["temperature"]
+            fields["do_sample"] = False
+        elif temperature is not None:
+            fields["temperature"] = max(temperature, LEAST_TEMPERATURE)
+        if any(name in fields for name in ("temperature", *KEEPS_ALL)):
+            fields.setdefault("do_sample", True)
+        return cls(named, fields, samples, bool(skip))
 
     def changed(self, generate_kwargs: Mapping[str, object]) -> GenerationSettings:
         """Return the settings as the ``generate_kwargs`` of one call change them."""
         if not generate_kwargs:
             return self
-        changes = _compat_generation.standard_names(dict(generate_kwargs))
+        changes = standard_names(dict(generate_kwargs))
         before = dict(self.named)
         if "do_sample" in changes or changes.get("temperature") is not None:
             # only one of the two decides whether to be greedy
@@ -160,19 +171,6 @@ class GenerationSettings:
             )
         config.return_dict_in_generate = config.output_scores = config.output_logits = False
         return config
-
-
-def _greedy_or_not(fields: dict[str, Any]) -> dict[str, Any]:
-    """Set ``do_sample`` where other settings imply it."""
-    temperature = fields.get("temperature")
-    if temperature == 0:
-        if fields.get("do_sample"):
-            raise ValueError("do_sample=True samples, and temperature=0 is greedy: pass one of them")
-        return {**{name: value for name, value in fields.items() if name != "temperature"}, "do_sample": False}
-    if temperature is not None:
-        fields = {**fields, "temperature": max(temperature, LEAST_TEMPERATURE)}
-    asks = any(name in fields for name in ("temperature", *KEEPS_ALL))
-    return {**fields, "do_sample": True} if asks and "do_sample" not in fields else fields
 
 
 def temperature_of(config: GenerationConfig) -> float:
@@ -240,8 +238,17 @@ def generate_answers(
             stopping_criteria=ends,
         )
     draws.close(sequences)
-    # steps become one answer each, without the prompt's padding
-    routes = None if steps is None else _joined(steps)
+    routes = None
+    if steps is not None:  # int16 [N, T, L, K]: a token's row is that of when it was first fed
+        parts: list[Tensor] = []
+        count = 0
+        for step in steps:
+            found = step.routed_experts.cpu()
+            again = count if found.shape[1] > count else 0  # without a cache, all are fed again
+            parts.append(found[:, again:])
+            count += found.shape[1] - again
+        routes = torch.cat(parts, 1)
+    # one answer each, without the prompt's padding
     return [
         Completion(
             request_id=str(i),
@@ -278,7 +285,7 @@ class _Draws:
         self.most = (kwargs["stopping_criteria"].max_length or math.inf) - self.width
         kwargs["logits_processor"] = _Processors(kwargs["logits_processor"], self)
         kwargs["stopping_criteria"] = _Criteria(kwargs["stopping_criteria"], self)
-        return _compat_generation.sample_by(model, input_ids, **kwargs)
+        return sample_by(model, input_ids, **kwargs)
 
     def note(self, input_ids: Tensor, logits: Tensor, processed: Tensor) -> None:
         """Record the distribution of the next token of each answer; both are ``[N, V]``."""
@@ -388,15 +395,3 @@ def _recorded(model: PreTrainedModel, replay: RouterReplay) -> Iterator[list[Rec
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _joined(steps: Sequence[Recording]) -> Tensor:
-    """Return int16 ``[N, T, L, K]``, a row for each token when it was first fed: without a cache, all are fed again."""
-    parts: list[Tensor] = []
-    count = 0
-    for step in steps:
-        routes = step.routed_experts.cpu()
-        again = count if routes.shape[1] > count else 0
-        parts.append(routes[:, again:])
-        count += routes.shape[1] - again
-    return torch.cat(parts, 1)

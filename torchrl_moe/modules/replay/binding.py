@@ -292,15 +292,8 @@ class ReplayState:
             self._layer.held = before
 
 
-# Keeping a binding for a checkpointed layer's second run, which happens in ``backward``.
-#
-# By then the context may be closed, or belong to another micro-batch. So the binding is captured in the layer's
-# forward, and restored only for its recompute::
-#
-#     with replay.replay(A): forward          layer captures A
-#     with replay.replay(B): forward          layer captures B
-#     loss_A.backward()                       recompute under A, although B was last
-#     loss_B.backward()                       recompute under B
+# Keeping a binding for a checkpointed layer's second run, which happens in ``backward``: it is captured in the layer's
+# forward, and restored only for its recompute.
 #
 # transformers runs a checkpointed layer through one of the attributes ``NAMES``, torch's ``checkpoint_wrapper``
 # through the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens.
