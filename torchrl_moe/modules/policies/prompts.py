@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,22 +122,16 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         )
     plain["content"] = content
     if plain.get("tool_calls"):
-        plain["tool_calls"] = [_decoded(call) for call in plain["tool_calls"]]
+        calls = []
+        for call in plain["tool_calls"]:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+                # a model's own mistake is shown as it was made
+                with suppress(json.JSONDecodeError):
+                    call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+            calls.append(call)
+        plain["tool_calls"] = calls
     return plain
-
-
-def _decoded(call: object) -> object:
-    """Return a tool call with its arguments as a mapping, as templates write them; OpenAI's API has them as JSON."""
-    if not isinstance(call, Mapping):
-        return call
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError:  # a model's own mistake is shown as it was made
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def goes_on_from(last: Mapping[str, object]) -> bool:
@@ -338,15 +333,6 @@ def template_options(given: object) -> dict[str, object]:
 
 
 INPUT_MODES = ("history", "text", "tokens")
-NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
-"""The entries of a sample whose keys are arguments, ``history_key`` and so on."""
-
-
-AS_GIVEN = (
-    "input_mode", "generate", "prefer_tokens", "attention_mask_key", "chat_template", "chat_template_name",
-    "pad_output", *(f"{name}_key" for name in NAMES),
-)  # fmt: skip
-"""Arguments of both wrappers that become attributes unchanged."""
 
 
 def no_distribution(message: str) -> NotImplementedError:
@@ -395,32 +381,28 @@ class PolicyWrapper(LLMWrapperBase):
     _min_batch_size = _max_batch_size = None
 
     tokenizer: PreTrainedTokenizerBase
-    input_mode: str
     input_key: NestedKey
-    attention_mask_key: NestedKey
-    generate: bool
-    pad_output: bool
-    chat_template: str | None
-    chat_template_name: str | None
-    prefer_tokens: bool
-    tokenizer_kwargs: dict[str, object]
-    chat_template_kwargs: dict[str, object]
     return_log_probs: bool
     return_routed_experts: bool
     replay: Literal["R3", "R2", "none"] | None
-    history_key: str
-    text_key: str
-    tokens_key: str
-    masks_key: str
-    log_probs_key: str
-    routed_experts_key: str
 
     def _set_arguments(self, given: dict[str, Any]) -> None:
         """Keep the arguments for a new version, and set the attributes that they become."""
         self._arguments = given
-        for name in AS_GIVEN:
-            setattr(self, name, given[name])
-        self.tokenizer_kwargs = dict(given["tokenizer_kwargs"] or {})
+        self.input_mode: str = given["input_mode"]
+        self.generate: bool = given["generate"]
+        self.prefer_tokens: bool = given["prefer_tokens"]
+        self.pad_output: bool = given["pad_output"]
+        self.attention_mask_key: NestedKey = given["attention_mask_key"]
+        self.history_key: str = given["history_key"]
+        self.text_key: str = given["text_key"]
+        self.tokens_key: str = given["tokens_key"]
+        self.masks_key: str = given["masks_key"]
+        self.log_probs_key: str = given["log_probs_key"]
+        self.routed_experts_key: str = given["routed_experts_key"]
+        self.chat_template: str | None = given["chat_template"]
+        self.chat_template_name: str | None = given["chat_template_name"]
+        self.tokenizer_kwargs: dict[str, object] = dict(given["tokenizer_kwargs"] or {})
         self.chat_template_kwargs = template_options(given["chat_template_kwargs"])
         self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
         self.return_tokens = self.return_masks = True

@@ -153,8 +153,12 @@ def answer_tensordict(
     keys: RolloutKeys,
     params: Mapping[str, Any],
     earlier: TensorDictBase | None = None,
+    routes: Tensor | None = None,
 ) -> TensorDict:
-    """Return the TensorDict of one answer, batch size ``[]``."""
+    """Return the TensorDict of one answer, batch size ``[]``.
+
+    Its routes ``[T, L, K]`` are given, or an engine's, which are read by its ``layout``.
+    """
     prompt = torch.from_numpy(completion.prompt_token_ids.copy())
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])
@@ -170,9 +174,11 @@ def answer_tensordict(
         log_probs[begin:] = torch.from_numpy(output.logprobs.copy())
         per_token[keys.log_probs] = log_probs
     if keys.routed_experts is not None and layout is not None:
-        per_token[keys.routed_experts] = torch.from_numpy(routes_from_vllm(output.routed_experts, total, layout))
+        routes = torch.from_numpy(routes_from_vllm(output.routed_experts, total, layout))
+    if keys.routed_experts is not None and routes is not None:
+        per_token[keys.routed_experts] = routes
     # then what an earlier turn knew before it, and the worst way in which either re-read what was before it
-    resume = output.resume
+    resume: str = output.resume
     real = None if earlier is None else repeated(earlier, prompt, keys)
     if earlier is not None and real is not None:
         for key, later in per_token.items():

@@ -37,10 +37,6 @@ from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 # Letters: B samples, T tokens of the longest, N tokens to score, M token ids kept of all of them, V vocabulary.
 
 
-Kept = tuple[Tensor, Tensor]
-"""``ids`` int32 ``[M]`` and ``sizes`` int32 ``[N]``, as in :class:`~torchrl_moe.data.KeptTokens`."""
-
-
 UNSAID = (
     "sample {} has an engine's log-probs, but no 'sampling' entry that gives the temperature and the vocabulary "
     "entries that it was sampled from: it is scored at temperature 1, over the whole vocabulary. Select 'sampling' "
@@ -55,24 +51,6 @@ class SampledFrom:
 
     temperatures: Tensor
     kept: tuple[KeptTokens | None, ...]
-
-    def of_tokens(self, batch: ScoringBatch, wanted: Tensor) -> tuple[float | Tensor, Kept | None]:
-        """Return the temperature, ``[N]`` if there are several, and the kept tokens of the wanted tokens."""
-        # one temperature stays a number: its logits need no grouping
-        several = bool((self.temperatures != self.temperatures[0]).any())
-        rows = self.temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
-        temperature: float | Tensor = rows if several else float(self.temperatures[0])
-        if all(one is None for one in self.kept):
-            return temperature, None
-        ids, sizes = [], []
-        for one, row in zip(self.kept, batch.split(wanted), strict=True):
-            if one is None:  # all ids of the vocabulary: 0
-                sizes.append(row.new_zeros(int(row.sum()), dtype=torch.int32))
-                continue
-            of_sample = select_rows(one.ids.to(row.device), one.sizes.to(row.device), row)
-            ids.append(of_sample[0])
-            sizes.append(of_sample[1])
-        return temperature, (torch.cat(ids), torch.cat(sizes))
 
     def truncate(self, logits: Tensor, batch: ScoringBatch) -> Tensor:
         """Return dense logits ``[B, T, V]`` in which excluded token ids have the lowest finite value."""
@@ -148,8 +126,23 @@ class Selection:
         cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, sampled_from: SampledFrom, entropy: bool
     ) -> Selection:
         """Select the tokens in ``wanted``, bool ``[B, T]``; none of the first column."""
+        # one temperature stays a number: its logits need no grouping
+        of_samples = sampled_from.temperatures
+        temperature: float | Tensor = float(of_samples[0])
+        if bool((of_samples != of_samples[0]).any()):
+            temperature = of_samples.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
+        kept = None
+        if any(one is not None for one in sampled_from.kept):
+            ids, sizes = [], []
+            for one, row in zip(sampled_from.kept, batch.split(wanted), strict=True):
+                if one is None:  # all ids of the vocabulary: 0
+                    sizes.append(row.new_zeros(int(row.sum()), dtype=torch.int32))
+                    continue
+                of_sample = select_rows(one.ids.to(row.device), one.sizes.to(row.device), row)
+                ids.append(of_sample[0])
+                sizes.append(of_sample[1])
+            kept = torch.cat(ids), torch.cat(sizes)
         rows = layout.index[:, :-1][wanted[:, 1:]]
-        temperature, kept = sampled_from.of_tokens(batch, wanted)
         return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy, kept=kept)
 
     def dense(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -237,8 +237,7 @@ def generate_answers(
             custom_generate=draws.run,
             stopping_criteria=ends,
         )
-    draws.close(sequences)
-    routes = None
+    routes, values = None, torch.stack(draws.log_probs, 1) if log_probs else None  # [N, G]
     if steps is not None:  # int16 [N, T, L, K]: a token's row is that of when it was first fed
         parts: list[Tensor] = []
         count = 0
@@ -248,20 +247,37 @@ def generate_answers(
             parts.append(found[:, again:])
             count += found.shape[1] - again
         routes = torch.cat(parts, 1)
-    # one answer each, without the prompt's padding
-    return [
-        Completion(
-            request_id=str(i),
-            prompt=None,
-            prompt_token_ids=np.asarray(ids, np.int64),
-            num_cached_tokens=0,
-            outputs=[
-                draws.output(row - i * samples, row, sequences, len(ids), routes)
-                for row in range(i * samples, (i + 1) * samples)
-            ],
+    # one answer each, without the prompt's padding, and without the rows of padding after it
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    answers = []
+    for i, prompt in enumerate(prompts):
+        outputs = []
+        for row in range(i * samples, (i + 1) * samples):
+            count = int(draws.lengths[row])
+            chosen = sequences[row, draws.width : draws.width + count].cpu().numpy()
+            fed = slice(draws.width - len(prompt), draws.width + count - 1)  # the last token is never fed
+            outputs.append(
+                CompletionOutput(
+                    index=row - i * samples,
+                    token_ids=chosen,
+                    text="",
+                    finish_reason="stop" if chosen[-1] in stops or count < draws.most else "length",
+                    policy_versions=np.full(count, -1, np.int32),
+                    logprobs=None if values is None else values[row, :count].numpy(),
+                    routed_experts=None if routes is None else routes[row, fed].numpy(),
+                    kept=KeptIds.of_masks([masks[row] for masks in draws.kept[:count]], count),
+                )
+            )
+        answers.append(
+            Completion(
+                request_id=str(i),
+                prompt=None,
+                prompt_token_ids=np.asarray(prompt, np.int64),
+                num_cached_tokens=0,
+                outputs=outputs,
+            )
         )
-        for i, ids in enumerate(prompts)
-    ]
+    return answers
 
 
 class _Draws:
@@ -275,7 +291,6 @@ class _Draws:
         self.most: float = 0  # tokens that an answer may have
         self.lengths = torch.zeros(rows, dtype=torch.long)  # of answers that have ended
         self.log_probs: list[Tensor] = []  # [N] each
-        self.values: Tensor | None = None  # [N, G], in the end
         self.kept: list[list[NDArray[np.int32]]] = []  # the masks of each step's tokens
         self._drawn_from: Tensor | None = None
 
@@ -287,9 +302,8 @@ class _Draws:
         kwargs["stopping_criteria"] = _Criteria(kwargs["stopping_criteria"], self)
         return sample_by(model, input_ids, **kwargs)
 
-    def note(self, input_ids: Tensor, logits: Tensor, processed: Tensor) -> None:
+    def note(self, logits: Tensor, processed: Tensor) -> None:
         """Record the distribution of the next token of each answer; both are ``[N, V]``."""
-        self.settle(input_ids)
         if self.wants_log_probs:
             kept = processed > float("-inf")  # the others were excluded
             moved = processed - logits / self.temperature  # a constant shift of a row changes nothing
@@ -303,44 +317,14 @@ class _Draws:
             self._drawn_from = processed.log_softmax(-1)
         self.kept.append(name_kept(processed))
 
-    def settle(self, input_ids: Tensor) -> None:
-        """Record the log-probs of the tokens that were sampled last, if they are still in ``input_ids``."""
-        column = self.width + len(self.log_probs)
-        if self._drawn_from is not None and column < input_ids.shape[1]:
-            chosen = input_ids[:, column, None]
-            self.log_probs.append(self._drawn_from.gather(-1, chosen)[:, 0].cpu())
-        self._drawn_from = None
-
-    def close(self, sequences: Tensor) -> None:
-        """Record the last step, when the loop has ended."""
-        self.settle(sequences)
-        if self.wants_log_probs:
-            self.values = torch.stack(self.log_probs, 1)
-
     def end(self, input_ids: Tensor, ended: Tensor) -> None:
-        """Record which answers end with the last token, bool ``[N]``; the rest of their rows is padding."""
+        """Record the log-probs of the tokens that were sampled last, and which answers end with them, bool ``[N]``."""
+        if self._drawn_from is not None:
+            self.log_probs.append(self._drawn_from.gather(-1, input_ids[:, -1:])[:, 0].cpu())
+            self._drawn_from = None
         # an answer that ended before goes on as padding
         first = ended.cpu() & (self.lengths == 0)
         self.lengths[first] = input_ids.shape[1] - self.width
-
-    def output(self, index: int, row: int, sequences: Tensor, prompt: int, routes: Tensor | None) -> CompletionOutput:
-        """Return one answer."""
-        count = int(self.lengths[row])
-        ids = sequences[row, self.width : self.width + count].cpu().numpy()
-        # rows of the prompt without its padding; the last token is never fed
-        fed = slice(self.width - prompt, self.width + count - 1)
-        ends = self.config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        return CompletionOutput(
-            index=index,
-            token_ids=ids,
-            text="",
-            finish_reason="stop" if ids[-1] in ends or count < self.most else "length",
-            policy_versions=np.full(count, -1, np.int32),
-            logprobs=None if self.values is None else self.values[row, :count].numpy(),
-            routed_experts=None if routes is None else routes[row, fed].numpy(),
-            kept=KeptIds.of_masks([masks[row] for masks in self.kept[:count]], count),
-        )
 
 
 class _Processors(LogitsProcessorList):
@@ -352,7 +336,7 @@ class _Processors(LogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         processed: Tensor = super().__call__(input_ids, scores.clone(), **kwargs)
-        self.draws.note(input_ids, scores, processed)
+        self.draws.note(scores, processed)
         return processed
 
 

@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
-from torch import Tensor, nn
+from torch import nn
 
 from torchrl_moe._compat_transformers import load_whole, one_shape_of_experts
-from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
-from torchrl_moe.data.segments import first_writer_wins
+from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.backends.replica import CompletionOutput
 from torchrl_moe.modules.policies.prompts import check_arguments
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     answer_tensordict,
     check_prompts,
     flat_samples,
-    repeated,
     stack_answers,
 )
 from torchrl_moe.modules.policies.scoring import RECORDED, row_width
@@ -406,6 +403,7 @@ class TransformersWrapper(ScoringWrapper):
         count = self.num_samples or 1
         if settings.samples not in (1, count):
             raise ValueError(f"num_return_sequences={settings.samples} differs from num_samples={count}")
+        recorder = self.router_replay if self.return_routed_experts else None
         config = settings.config(self.model)
         if config.pad_token_id is None:
             config.pad_token_id = self._pad or 0
@@ -418,32 +416,21 @@ class TransformersWrapper(ScoringWrapper):
             config,
             count,
             log_probs=self.keys.log_probs is not None,
-            replay=self.router_replay if self.return_routed_experts else None,
+            replay=recorder,
             tokenizer=self.tokenizer,
         )
         found = []
         for i, completion in enumerate(completions):
             for output in completion.outputs:
-                answer = answer_tensordict(completion, output, None, self.keys, params, samples[i])
+                routes = None
+                if recorder is not None and output.routed_experts is not None:
+                    fed = torch.from_numpy(output.routed_experts)
+                    routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
+                    routes = routes.to(torch.int8 if recorder.num_experts <= 128 else torch.int16)
+                answer = answer_tensordict(completion, output, None, self.keys, params, samples[i], routes)
                 found.append(answer.exclude(*OF_ENGINES))
-                if self.keys.routed_experts is not None:
-                    routes = self._routes_of(output, samples[i], answer[self.keys.tokens, "prompt"])
-                    found[-1][self.keys.routed_experts] = routes
                 self._add_text(found[-1], prompts, i, settings.skip_special_tokens)
         if all(float(one[SAMPLING, "temperature"]) == 1 and "kept" not in one[SAMPLING] for one in found):
             for one in found:
                 del one[SAMPLING]  # temperature 1 over the whole vocabulary is the meaning of a missing entry
         return found
-
-    def _routes_of(self, output: CompletionOutput, sample: TensorDictBase, prompt: Tensor) -> RoutedExperts:
-        assert output.routed_experts is not None
-        assert self.router_replay is not None
-        fed = torch.from_numpy(output.routed_experts)
-        routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
-        routes = routes.to(torch.int8 if self.router_replay.num_experts <= 128 else torch.int16)
-        # rows of an earlier turn stay: its answer was sampled with them
-        real = repeated(sample, prompt, self.keys)
-        known = sample.get((self.routed_experts_key, "full"), None)
-        if real is not None and known is not None and len(known) == len(real):
-            routes = first_writer_wins(known[real].to(routes), routes)
-        return RoutedExperts(full=routes)

@@ -223,6 +223,8 @@ class ModelWeights:
     """
 
     def __init__(self, model: nn.Module, also: Iterable[str] = ()) -> None:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
         bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._base = base_model(bare)
         if not hasattr(self._base, "config") and any(hasattr(part, "config") for part in self._base.modules()):
@@ -233,7 +235,9 @@ class ModelWeights:
         self._lora = LoraLayers(self._base) if has_adapters(bare) else None
         # which tensors are sent: tied ones once, under the name that files have
         state = self._state(keep_vars=True)
-        kept = _untied(state, self._base)
+        local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
+        untied: Mapping[str, object] = remove_tied_weights_from_state_dict(local, self._base)
+        kept = {name: state[name] for name in state if name in untied}
         owners = {id(state[name]): name for name in kept}
         tied = {name: id(tensor) for name, tensor in state.items() if name not in kept}
         self._twins = {name: owners[tensor] for name, tensor in tied.items() if tensor in owners}  # -> the name kept
@@ -401,15 +405,6 @@ def check_dense(name: object, value: object) -> None:
 
 
 # -- where the tensors lie --------------------------------------------------------------------------------------------
-
-
-def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict without tied names, as in the model's own files."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
-    kept: Mapping[str, object] = remove_tied_weights_from_state_dict(local, base)
-    return {name: state[name] for name in state if name in kept}
 
 
 def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> tuple[list[Slice], list[list[str]], dict[str, TensorKind]]:

@@ -113,18 +113,6 @@ def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) ->
 
 
 # What a batch says about its requests besides their prompts: keys at its root, one value per sample, read if present.
-#
-# | key | a sample's value |
-# | --- | --- |
-# | ``"session_id"`` | text or a number, the same for all turns of a rollout |
-# | ``"group_id"`` | text or a number, the same for answers that belong together: they come from one weight version |
-# | ``"priority"`` | int; lower is earlier |
-# | ``"min_version"`` | int: the oldest acceptable weight version |
-# | ``"request_context"`` | a mapping, for your own balancing strategy |
-#
-# In a batch ``[B]`` numbers are an int tensor ``[B]`` or ``[B, 1]``; text, and anything else, is a list or a
-# ``NonTensorStack`` of ``B`` entries, or one ``NonTensorData`` for all. A context may also be a TensorDict in the
-# batch. A sample of a lazy stack may lack the key. Unset are ``None`` and, for all but the priority, the number -1.
 
 
 UNSET = -1
@@ -459,9 +447,8 @@ class vLLMWrapper(PolicyWrapper):
                 raise ValueError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
             return self._score(samples, tensordict, tensordict_out)
         prompts, keys, common = self._asked(samples, return_routed_experts, generate_kwargs)
-        completions = self.engine.generate(
-            prompt_token_ids=prompts.ids, use_tqdm=self.use_tqdm, **common, **request_arguments(samples)
-        )
+        arguments = {**common, **request_arguments(samples)}
+        completions = self.engine.generate(prompt_token_ids=prompts.ids, use_tqdm=self.use_tqdm, **arguments)
         assert isinstance(completions, list)  # a list of prompts was passed
         if aborted := [completion.request_id for completion in completions if completion.aborted]:
             message = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
@@ -553,7 +540,7 @@ class vLLMWrapper(PolicyWrapper):
         in the trainer.
         """
         sequences = read_sequences(samples, self)
-        # each sample with its sequence where _scores reads it, and the other entries that it reads
+        # each sample with its sequence at input_key, and the other entries that are read
         rows: list[TensorDictBase] = []
         for i, (sample, sequence) in enumerate(zip(samples, sequences, strict=True)):
             if sequence.text is not None and sample.get((SAMPLING, "kept"), None) is not None:
@@ -564,40 +551,11 @@ class vLLMWrapper(PolicyWrapper):
             read = sample if sequence.text is None else sample.select(SAMPLING, "min_version", strict=False)
             row = read.copy().set(self.input_key, sequence.ids)
             rows.append(row.set((self.masks_key, "all_attention_mask"), sequence.mask))
-        answers = []
-        for sequence, log_probs in zip(sequences, self._scores(lazy_stack(rows)), strict=True):
-            masks = {"all_attention_mask": sequence.mask}
-            if sequence.assistant is not None:
-                masks["all_assistant_mask"] = sequence.assistant
-            answer = TensorDict(
-                {
-                    self.tokens_key: Tokens(full=sequence.ids, padded=False),
-                    self.masks_key: Masks(**masks, padded=False),
-                    self.log_probs_key: LogProbs(full=log_probs, padded=False),
-                }
-            )
-            if sequence.text is not None:
-                answer.set(self.text_key, Text(full=sequence.text))
-            if sequence.history is not None:
-                answer.set(self.history_key, ChatHistory(full=sequence.history))
-            answers.append(answer)
-        out = self._stacked(answers, source.batch_size, None)
-        # tokens stay if those that were read are those that would be written
-        stays = self.input_mode == "tokens" and self.input_key == (self.tokens_key, "full")
-        stays = stays and (not self.pad_output or len({len(one.ids) for one in sequences}) == 1)
-        if not stays or target is not None or self.inplace is not True:
-            return self._write(source, target, out, self.out_keys)
-        # other entries of the rollout have the layout of these tokens
-        masked = all(sample.get((self.masks_key, "all_attention_mask"), None) is not None for sample in samples)
-        out = out.exclude(self.tokens_key, *([self.masks_key] if masked else []))
-        return self._write(source, None, out, [self.log_probs_key])
-
-    def _scores(self, td: TensorDictBase) -> list[Tensor]:
-        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
+        td = lazy_stack(rows)
         # read what is scored, and how it was sampled
         batch = read_batch(td, self.input_key, (self.masks_key, "all_attention_mask"))
         if self.temperature is None and (unsaid := says_nothing(td, ("log_probs", "full"))) is not None:
-            warnings.warn(UNSAID.format(unsaid), stacklevel=3)
+            warnings.warn(UNSAID.format(unsaid), stacklevel=2)
         sampled_from = read_sampling(td, batch, self.temperature)
         routes = None
         if self.replay != "none":
@@ -626,10 +584,36 @@ class vLLMWrapper(PolicyWrapper):
             **given,
         )
         assert isinstance(scores, list)  # a list of sequences was passed
-        found = [torch.zeros(len(mask)) for mask in real]
-        for row, one, mask in zip(found, scores, real, strict=True):
-            row[mask] = one.nan_to_num(0.0)
-        return found
+        log_probs = [torch.zeros(len(mask)) for mask in real]  # 0 on pads and on first tokens
+        for row, of_sample, mask in zip(log_probs, scores, real, strict=True):
+            row[mask] = of_sample.nan_to_num(0.0)
+        answers = []
+        for sequence, of_tokens in zip(sequences, log_probs, strict=True):
+            masks = {"all_attention_mask": sequence.mask}
+            if sequence.assistant is not None:
+                masks["all_assistant_mask"] = sequence.assistant
+            answer = TensorDict(
+                {
+                    self.tokens_key: Tokens(full=sequence.ids, padded=False),
+                    self.masks_key: Masks(**masks, padded=False),
+                    self.log_probs_key: LogProbs(full=of_tokens, padded=False),
+                }
+            )
+            if sequence.text is not None:
+                answer.set(self.text_key, Text(full=sequence.text))
+            if sequence.history is not None:
+                answer.set(self.history_key, ChatHistory(full=sequence.history))
+            answers.append(answer)
+        out = self._stacked(answers, source.batch_size, None)
+        # tokens stay if those that were read are those that would be written
+        stays = self.input_mode == "tokens" and self.input_key == (self.tokens_key, "full")
+        stays = stays and (not self.pad_output or len({len(one.ids) for one in sequences}) == 1)
+        if not stays or target is not None or self.inplace is not True:
+            return self._write(source, target, out, self.out_keys)
+        # other entries of the rollout have the layout of these tokens
+        masked = all(sample.get((self.masks_key, "all_attention_mask"), None) is not None for sample in samples)
+        out = out.exclude(self.tokens_key, *([self.masks_key] if masked else []))
+        return self._write(source, None, out, [self.log_probs_key])
 
     def _write(
         self,

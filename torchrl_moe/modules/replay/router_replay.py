@@ -209,11 +209,6 @@ def owner_of(model: nn.Module) -> object | None:
     return next((handle.state.owner for handle in _handles(model) if handle.state.owner is not None), None)
 
 
-def belong_to(model: nn.Module, state: ReplayState) -> bool:
-    """Whether the handles on this model look their binding up in ``state``."""
-    return any(handle.state is state for handle in _handles(model))
-
-
 def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
     """Put a handle on every router, and on the first decoder layer that has one; switch the routers' jitter off."""
     modules = dict(model.named_modules())
@@ -476,7 +471,7 @@ class RouterReplay:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        if belong_to(self.model, self._state):  # not if it was removed
+        if any(handle.state is self._state for handle in _handles(self.model)):  # not if it was removed
             self._state.owner = self
 
     # -- what was found ---------------------------------------------------------------------------------------------
@@ -599,7 +594,12 @@ class RouterReplay:
             sample; ``agreement``: the share of replayed rows for which the router by itself chooses the same set,
             ``None`` unless measured. It is printed as a table.
         """
-        return ReplayReport({layer: done.to_dict() for layer, done in self._last.items()})
+        report = ReplayReport()
+        for layer, (replayed, live, refused, agreeing) in self._last.items():
+            # reading the count waits for the device
+            agreement = int(agreeing) / replayed if agreeing is not None and replayed else None
+            report[layer] = {"replayed": replayed, "live": live, "refused": refused, "agreement": agreement}
+        return report
 
     @property
     def refused(self) -> tuple[int, ...]:
@@ -638,31 +638,27 @@ class RouterReplay:
                 others[:, :, site.layer, : site.top_k] = (own + 1) % site.num_experts
             with self.replay(others), arriving(self.model) as arrived:
                 changed = _output(self.model(**inputs))
-            self._compare(native, replayed, changed)
+            for output, rows in zip(replayed, ("", " in every other row"), strict=True):
+                if not torch.equal(native, output):
+                    worst = (native - output).abs().max().item()
+                    raise UnsupportedRouterError(
+                        f"replaying its own routes{rows} changes its output by up to {worst:.1e}. Its routing is more "
+                        "than the choice that topk makes."
+                    )
+            if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
+                raise UnsupportedRouterError(
+                    "replaying other routes changes nothing. Its routers do not use the choice that topk makes."
+                )
+            if bool((native.isfinite() & ~changed.isfinite()).any()):
+                raise UnsupportedRouterError(
+                    "replaying other routes makes its output infinite or nan. It masks experts that its routers would "
+                    "not have chosen, in a way that cannot be opened."
+                )
             check_replayed(self.model, self.sites, arrived, others.flatten(0, 1))
         except RoutingError as error:
             raise UnsupportedRouterError(f"{type(self.model).__name__} failed the self-test: {error}") from error
         self._last = {}
         self._state.used = False
-
-    def _compare(self, native: Tensor, replayed: Sequence[Tensor], changed: Tensor) -> None:
-        """Check the outputs without routes, with the model's own routes in all or some rows, and with other routes."""
-        for output, rows in zip(replayed, ("", " in every other row"), strict=True):
-            if not torch.equal(native, output):
-                worst = (native - output).abs().max().item()
-                raise UnsupportedRouterError(
-                    f"replaying its own routes{rows} changes its output by up to {worst:.1e}. Its routing is more than "
-                    "the choice that topk makes."
-                )
-        if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
-            raise UnsupportedRouterError(
-                "replaying other routes changes nothing. Its routers do not use the choice that topk makes."
-            )
-        if bool((native.isfinite() & ~changed.isfinite()).any()):
-            raise UnsupportedRouterError(
-                "replaying other routes makes its output infinite or nan. It masks experts that its routers would not "
-                "have chosen, in a way that cannot be opened."
-            )
 
 
 def _output(result: Any) -> Tensor:
