@@ -458,8 +458,8 @@ class ScoringWrapper(PolicyWrapper):
         """Make the forward pass inside follow the routes that ``replay`` selects; write what it did."""
         if self.router_replay is None or self.replay == "none":
             trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-            recorded = trains and samples_of(td, (self.routed_experts_key, "full")) is not None
-            if recorded and not self._has_warned_of_routes:
+            key = (self.routed_experts_key, "full")
+            if trains and not self._has_warned_of_routes and samples_of(td, key) is not None:
                 self._has_warned_of_routes = True
                 warnings.warn(UNUSED, stacklevel=4)  # the caller's line
             yield

@@ -215,6 +215,7 @@ def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -
     for site in sites:
         router = modules[site.name]
         router.forward = _RouterHandle(router, state, site)
+    layer = modules[sites[0].layer_name]
     # jitter would change the scores of a replay; its values are kept, to be restored
     jitter = [
         (module, name, value)
@@ -224,7 +225,6 @@ def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -
     ]
     for module, name, _ in jitter:
         setattr(module, name, 0.0)
-    layer = modules[sites[0].layer_name]
     layer.forward = _LayerHandle(layer, state, jitter)
 
 
@@ -287,9 +287,8 @@ def bind_routes(
     _checks.check_bool("measure", measure)
     _checks.check_instance("packing", packing, Packing, none=True)
     # everything but the ids: rows [M, L, K] of the real tokens, how many each sample has, and their places in the input
-    rows, lengths, shape, places = _read(
-        routes, attention_mask, (num_layers, max(site.top_k for site in sites)), device
-    )
+    tail = (num_layers, max(site.top_k for site in sites))
+    rows, lengths, shape, places = _read(routes, attention_mask, tail, device)
     if packing is not None:  # the same rows, for an input with other token positions
         hint = "A place for each token of [B, T]."
         _checks.check_shape("packing.index", packing.index.shape, shape, error=RouteShapeError, hint=hint)
