@@ -472,22 +472,17 @@ class PolicyWrapper(LLMWrapperBase):
             key = (self.masks_key, "all_attention_mask")
             known = [known_ids(one, self.tokens_key, one.get(key, None), self._pad) for one in samples]
         # then every chat is rendered by its own options
-        chats = [Chat.of(one.get(self.input_key), self.input_key, self._answered(one)) for one in samples]
-        options = [self._template_options(sample) for sample in samples]
-        texts = [
-            chat.rendered(self.tokenizer, self._template(given.get(TOOLS)), given)
-            for chat, given in zip(chats, options, strict=True)
-        ]
+        chats, texts = [], []
+        for sample in samples:
+            # the text of a previous turn's answer, without the end of the turn, if the sample has its tokens
+            ids = known_ids(sample, self.tokens_key, None, self._pad).get("response")
+            if ids and ids[-1] == getattr(self.tokenizer, "eos_token_id", None):
+                ids = ids[:-1]
+            answered = None if ids is None else self.tokenizer.decode(ids, skip_special_tokens=False)
+            chats.append(Chat.of(sample.get(self.input_key), self.input_key, answered))
+            options = self._template_options(sample)
+            texts.append(chats[-1].rendered(self.tokenizer, self._template(options.get(TOOLS)), options))
         return prompts_from_chats(chats, texts, self.tokenizer, known)
-
-    def _answered(self, sample: TensorDictBase) -> str | None:
-        """Return the text of a previous turn's answer, if the sample has its tokens: without the end of the turn."""
-        ids = known_ids(sample, self.tokens_key, None, self._pad).get("response")
-        if ids is None:
-            return None
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        text: str = self.tokenizer.decode(ids[:-1] if ids and ids[-1] == end else ids, skip_special_tokens=False)
-        return text
 
     @property
     def _mask_keys(self) -> list[NestedKey]:

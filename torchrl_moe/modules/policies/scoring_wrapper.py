@@ -413,13 +413,6 @@ class ScoringWrapper(PolicyWrapper):
         td.set(self.log_probs_key, entry_of(LogProbs, pads[2], full=batch.split(log_probs)))
         return td.select(*self.out_keys, strict=False)
 
-    def _logits(self, td: TensorDictBase) -> TensorDictBase:
-        """Return the ``"logits"`` of a batch ``[B]``."""
-        if self.input_mode != "tokens":
-            self._tokenize(td)
-        td.set("logits", self._token_logits(td, self._batch(td)))
-        return td.select("logits")
-
     # -- how it is scored -------------------------------------------------------------------------------------------
 
     def _sampled_from(self, td: TensorDictBase, batch: ScoringBatch) -> SampledFrom:

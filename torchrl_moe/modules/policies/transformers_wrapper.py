@@ -379,7 +379,13 @@ class TransformersWrapper(ScoringWrapper):
             raise TypeError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
         # scoring takes one batch dimension; any other is restored afterwards
         flat = tensordict if tensordict.ndim == 1 else lazy_stack(flat_samples(tensordict))
-        written = self._logits(flat.copy()) if logits_only else self._scored(flat.copy())
+        flat = flat.copy()
+        if logits_only:
+            if self.input_mode != "tokens":
+                self._tokenize(flat)
+            written = flat.set("logits", self._token_logits(flat, self._batch(flat))).select("logits")
+        else:
+            written = self._scored(flat)
         if tensordict.ndim != 1:
             written = stack_answers(written.unbind(0), tensordict.batch_size)
         return self._write(tensordict, tensordict_out, written)

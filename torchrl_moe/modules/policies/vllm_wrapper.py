@@ -554,6 +554,7 @@ class vLLMWrapper(PolicyWrapper):
         td = lazy_stack(rows)
         # read what is scored, and how it was sampled
         batch = read_batch(td, self.input_key, (self.masks_key, "all_attention_mask"))
+        # an engine's own log-probs, wherever the scores are written
         if self.temperature is None and (unsaid := says_nothing(td, ("log_probs", "full"))) is not None:
             warnings.warn(UNSAID.format(unsaid), stacklevel=2)
         sampled_from = read_sampling(td, batch, self.temperature)
