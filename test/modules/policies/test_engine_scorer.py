@@ -271,20 +271,20 @@ ANSWERS = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
     ],
 )
 def test_a_template_without_marks_shows_the_assistants_words(template: str, turns: list[str], said: str) -> None:
-    found = encode(one_chat(*turns), source_of("history", "full", chat_template=template))
-    (ids,), (mask,) = found.ids, found.assistant or []
-    assert TOKENIZER.decode(ids[mask]) == said
-    after = found.texts[0].index(";") + len(";assistant:")  # the first question ends before
+    (found,) = encode(one_chat(*turns).unbind(0), source_of("history", "full", chat_template=template))
+    mask = found.assistant
+    assert mask is not None and TOKENIZER.decode(found.ids[mask]) == said
+    after = str(found.text).index(";") + len(";assistant:")  # the first question ends before
     assert not mask[:after].any()
 
 
 def test_words_that_a_template_changes_are_not_guessed_at() -> None:
     thoughts = one_chat("hi", "<think>no</think>yo")
-    found = encode(thoughts, source_of("history", "full", chat_template=ANSWERS))
-    assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
-    found = encode(one_chat("hi", "yo"), source_of("history", "full", chat_template_name="qwen"))
-    assert found.texts[0].startswith("<|im_start|>system\nYou are a helpful assistant.")
-    assert TOKENIZER.decode(found.ids[0][found.assistant[0]]) == "yo"
+    (found,) = encode(thoughts.unbind(0), source_of("history", "full", chat_template=ANSWERS))
+    assert (found.text, found.assistant) == ("user:hi;assistant:yo;", None)
+    (found,) = encode(one_chat("hi", "yo").unbind(0), source_of("history", "full", chat_template_name="qwen"))
+    assert str(found.text).startswith("<|im_start|>system\nYou are a helpful assistant.")
+    assert TOKENIZER.decode(found.ids[found.assistant]) == "yo"
 
 
 IDS = torch.tensor([1, 2, 3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +69,7 @@ def test_a_new_version_keeps_every_argument() -> None:
     }
     scorer = TransformersWrapper(make_tiny_moe(), **changed)
     again = scorer.get_new_version()
-    assert replace(again._options, **changed) == again._options == scorer._options
+    assert {**again._arguments, **changed} == again._arguments == scorer._arguments
     assert again.router_replay is scorer.router_replay is not None
     names = ("tokenizer", "replay", "temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "inplace")
     for name in (*names, "rerecord", "layout", "pad_output"):

@@ -8,7 +8,7 @@ its own hidden states, is a line of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -265,12 +265,26 @@ class EngineTrace:
         """Run the prompt through the trainer's model, and compare."""
         check_instance("model", model, nn.Module)
         dtypes = self.dtype, str(model.dtype).removeprefix("torch.")
-        trained, agreement = self._in_trainer(model)
+        was_free = owner_of(model) is None
+        replay = RouterReplay.of(model)
+        ids = torch.tensor([self.tokens], device=model.device)
+        routes = torch.from_numpy(self.routes.astype(np.int64))[None]
+        watch = _Watch(model, len(self.tokens))
+        try:
+            with torch.no_grad(), evaluating(model), replay.replay(routes, measure=True):
+                logits = model(input_ids=ids, use_cache=False).logits[0, -1:]
+            report = replay.report()
+        finally:
+            trained = watch.end()
+            if was_free:
+                replay.remove()
+        trained["lm_head"] = logits.float().cpu().numpy()  # scaled and capped, as the engine's are
         gaps: list[OperationGap] = []
         for name, theirs in trained.items():
             layer, _, operation = name.removeprefix("layers.").partition(".")
-            if operation == "mlp" and int(layer) in agreement:  # the router is part of it
-                share = agreement[int(layer)]
+            # the router is part of the MLP: the share of rows in which it chooses the same experts
+            share = report[int(layer)]["agreement"] if operation == "mlp" and int(layer) in report else None
+            if share is not None:
                 gaps.append(
                     OperationGap(name=f"layers.{layer}.{CHOICE}", relative=1 - share, greatest=math.nan, equal=share)
                 )
@@ -281,6 +295,9 @@ class EngineTrace:
         compared = {gap.name for gap in gaps if not gap.is_choice}
         if not compared:
             raise EngineError(f"no operation of {type(model).__name__} has a counterpart in the engine")
+        # kinds of operations: their names without the numbers of layers
+        others = [name for name in self.outputs.keys() | trained.keys() if name.removesuffix(SUMMED) not in compared]
+        kinds = {".".join(part for part in name.split(".") if not part.isdigit()) for name in others}
         narrower = max((getattr(torch, one) for one in dtypes), key=lambda one: torch.finfo(one).eps)
         return Bisection(
             operations=tuple(gaps),
@@ -288,30 +305,8 @@ class EngineTrace:
             first_inexact=next((gap for gap in gaps if gap.equal < 1), None),
             tokens=len(self.tokens),
             dtypes=dtypes,
-            not_compared=_kinds(
-                name for name in self.outputs.keys() | trained.keys() if name.removesuffix(SUMMED) not in compared
-            ),
+            not_compared=tuple(sorted(kinds)),
         )
-
-    @torch.no_grad()
-    def _in_trainer(self, model: PreTrainedModel) -> tuple[Outputs, dict[int, float]]:
-        """Return the trainer's outputs, and for each layer the share of rows in which its router chooses the same."""
-        was_free = owner_of(model) is None
-        replay = RouterReplay.of(model)
-        ids = torch.tensor([self.tokens], device=model.device)
-        routes = torch.from_numpy(self.routes.astype(np.int64))[None]
-        watch = _Watch(model, len(self.tokens))
-        try:
-            with evaluating(model), replay.replay(routes, measure=True):
-                logits = model(input_ids=ids, use_cache=False).logits[0, -1:]
-            report = replay.report()
-        finally:
-            outputs = watch.end()
-            if was_free:
-                replay.remove()
-        outputs["lm_head"] = logits.float().cpu().numpy()  # scaled and capped, as the engine's are
-        shares = {layer: row["agreement"] for layer, row in report.items()}
-        return outputs, {layer: share for layer, share in shares.items() if share is not None}
 
 
 # Hooks on a model, in a worker of the engine or here.
@@ -327,24 +322,20 @@ class _Watch:
         for name, module in model.named_modules():
             operation = _operation(name)
             if operation:
-                self._handles.append(module.register_forward_hook(self._keep(operation)))
+                self._handles.append(module.register_forward_hook(partial(self._keep, operation)))
 
-    def _keep(self, operation: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, given: Any, output: Any) -> None:
-            del module, given
-            parts = output if isinstance(output, tuple | list) else (output,)
-            tensors = [part for part in parts if isinstance(part, Tensor)]
-            if not tensors:
-                return
-            found = tensors[0]
-            if _is_layer(operation) and len(tensors) > 1 and tensors[1].shape == found.shape:
-                self._note(operation + SUMMED, found + tensors[1])
-            if operation.endswith(ROUTERS):  # some return the scores of the chosen experts first, zero elsewhere
-                alike = [one for one in tensors if one.shape == found.shape]
-                found = max(alike, key=lambda one: int(one.count_nonzero()))
-            self._note(operation, found)
-
-        return hook
+    def _keep(self, operation: str, _module: nn.Module, _given: object, output: Any) -> None:
+        parts = output if isinstance(output, tuple | list) else (output,)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if not tensors:
+            return
+        found = tensors[0]
+        if _is_layer(operation) and len(tensors) > 1 and tensors[1].shape == found.shape:
+            self._note(operation + SUMMED, found + tensors[1])
+        if operation.endswith(ROUTERS):  # some return the scores of the chosen experts first, zero elsewhere
+            alike = [one for one in tensors if one.shape == found.shape]
+            found = max(alike, key=lambda one: int(one.count_nonzero()))
+        self._note(operation, found)
 
     def _note(self, operation: str, output: Tensor) -> None:
         if self._is_full:
@@ -415,8 +406,12 @@ def _gap(name: str, ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> O
     if name.endswith("lm_head"):  # an engine may pad its vocabulary
         width = min(ours.shape[1], theirs.shape[1])
         ours, theirs = ours[:, :width], theirs[:, :width]
-    if ours.shape != theirs.shape or (name == EMBEDDING and _are_scaled(ours, theirs)):
+    if ours.shape != theirs.shape:
         return None
+    if name == EMBEDDING:  # families scale it within it, or after it: then one is the other times a number
+        factor = float((ours * theirs).sum() / max(float(np.square(theirs).sum()), 1e-30))
+        if abs(factor - 1) > 1e-2 and np.allclose(ours, factor * theirs, rtol=1e-2, atol=1e-6):
+            return None
     equal = float((ours == theirs).mean())
     if name.endswith(AS_LOG_PROBS):
         ours, theirs = _log_probs(ours), _log_probs(theirs)
@@ -425,12 +420,6 @@ def _gap(name: str, ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> O
     distance = math.sqrt(float(np.square(apart).mean()))
     relative = distance / size if size else (math.inf if distance else 0.0)
     return OperationGap(name=name, relative=relative, greatest=float(np.abs(apart).max()), equal=equal)
-
-
-def _are_scaled(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> bool:
-    """Whether one is the other times a number: families scale the embedding within it, or after it."""
-    factor = float((ours * theirs).sum() / max(float(np.square(theirs).sum()), 1e-30))
-    return abs(factor - 1) > 1e-2 and bool(np.allclose(ours, factor * theirs, rtol=1e-2, atol=1e-6))
 
 
 def _log_probs(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -452,8 +441,3 @@ def _first(gaps: Iterable[OperationGap], dtype: torch.dtype) -> OperationGap | N
         else:
             before = max(before, gap.relative)
     return None
-
-
-def _kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names without the numbers of their layers, each once."""
-    return tuple(sorted({".".join(part for part in name.split(".") if not part.isdigit()) for name in names}))

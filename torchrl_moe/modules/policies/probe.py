@@ -62,8 +62,10 @@ def dtype_gaps(engine: Kinds, trainer: Kinds) -> list[DtypeGap]:
     found: dict[tuple[str, str, str], list[str]] = {}
     for name in trainer:
         if name in engine and engine[name][0] != trainer[name][0]:
-            dtypes = (str(kinds[name][0]).removeprefix("torch.") for kinds in (engine, trainer))
-            found.setdefault((_kind(name), *dtypes), []).append(name)  # type: ignore[arg-type]  # of three
+            ours, theirs = (str(kinds[name][0]).removeprefix("torch.") for kinds in (engine, trainer))
+            parts = set(name.split("."))
+            kind = next((kind for kind, of_kind in PARTS.items() if not parts.isdisjoint(of_kind)), OTHERS)
+            found.setdefault((kind, ours, theirs), []).append(name)
     order = [*PARTS, OTHERS]
     in_order = sorted(found.items(), key=lambda item: order.index(item[0][0]))
     return [DtypeGap(*key, tuple(names)) for key, names in in_order]
@@ -75,12 +77,7 @@ def is_router(name: str) -> bool:
     >>> is_router("model.layers.0.block_sparse_moe.gate.weight"), is_router("model.layers.0.mlp.gate_proj.weight")
     (True, False)
     """
-    return _kind(name) == ROUTERS
-
-
-def _kind(name: str) -> str:
-    parts = set(name.split("."))
-    return next((kind for kind, of_kind in PARTS.items() if not parts.isdisjoint(of_kind)), OTHERS)
+    return not set(name.split(".")).isdisjoint(PARTS[ROUTERS])
 
 
 def gaps_table(gaps: Iterable[DtypeGap]) -> str:
@@ -92,17 +89,14 @@ def gaps_table(gaps: Iterable[DtypeGap]) -> str:
 
 def router_advice(gaps: Iterable[DtypeGap]) -> str:
     """Return what to do where the engine's routers are narrower than the trainer's; empty if they are not."""
-    narrow = [gap for gap in gaps if gap.kind == ROUTERS and _bytes(gap.engine) < _bytes(gap.trainer)]
-    return (
-        f"Routers are rounded to {narrow[0].engine} on their way to the engine, and then choose other experts than the "
-        "trainer's: router_dtype='float32' keeps them in an engine, float32_routers(model) under a trainer's autocast."
-        if narrow
-        else ""
-    )
-
-
-def _bytes(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
+    for gap in gaps:
+        if gap.kind == ROUTERS and getattr(torch, gap.engine).itemsize < getattr(torch, gap.trainer).itemsize:
+            return (
+                f"Routers are rounded to {gap.engine} on their way to the engine, and then choose other experts than "
+                "the trainer's: router_dtype='float32' keeps them in an engine, float32_routers(model) under a "
+                "trainer's autocast."
+            )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

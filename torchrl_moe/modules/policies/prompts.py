@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,22 +122,16 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         )
     plain["content"] = content
     if plain.get("tool_calls"):
-        plain["tool_calls"] = [_decoded(call) for call in plain["tool_calls"]]
+        calls = []
+        for call in plain["tool_calls"]:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+                # a model's own mistake is shown as it was made
+                with suppress(json.JSONDecodeError):
+                    call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+            calls.append(call)
+        plain["tool_calls"] = calls
     return plain
-
-
-def _decoded(call: object) -> object:
-    """Return a tool call with its arguments as a mapping, as templates write them; OpenAI's API has them as JSON."""
-    if not isinstance(call, Mapping):
-        return call
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError:  # a model's own mistake is shown as it was made
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def goes_on_from(last: Mapping[str, object]) -> bool:
@@ -311,8 +306,18 @@ def template_of(
 
 def options_of(common: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
     """Return the further arguments of the chat template for a row: the common ones, changed by those in the row."""
-    options, tools = {**common, **template_options(row.get(OPTIONS))}, tool_list(row.get(TOOLS))
-    return {**options, TOOLS: tools} if tools else options
+    options, given = {**common, **template_options(row.get(OPTIONS))}, row.get(TOOLS)
+    tools = given  # JSON schemas or functions, or the same schemas as JSON text
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given)
+        except json.JSONDecodeError:
+            tools = 0  # which is refused below
+    if tools is None:
+        return options
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) or callable(one) for one in tools):
+        raise TypeError(f"tools must be a list of JSON schemas or functions, or its JSON text, got {given!r:.100}")
+    return {**options, TOOLS: list(tools)} if tools else options
 
 
 def template_options(given: object) -> dict[str, object]:
@@ -324,32 +329,10 @@ def template_options(given: object) -> dict[str, object]:
     return dict(given or {})
 
 
-def tool_list(given: object) -> list[object] | None:
-    """Return a sample's ``tools``: JSON schemas or functions, or the same schemas as JSON text; ``None`` is none."""
-    tools = given
-    if isinstance(given, str):
-        try:
-            tools = json.loads(given)
-        except json.JSONDecodeError:
-            tools = 0  # which is refused below
-    if tools is None:
-        return None
-    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) or callable(one) for one in tools):
-        raise TypeError(f"tools must be a list of JSON schemas or functions, or its JSON text, got {given!r:.100}")
-    return list(tools)
-
-
-def _plain(value: object) -> object:
-    """Return an entry of one sample as plain Python."""
-    return value.data if isinstance(value, NonTensorData) else value.tolist() if hasattr(value, "tolist") else value
-
-
 # What both wrappers are made of: their common arguments, and what TorchRL's code reads of them besides ``forward``.
 
 
 INPUT_MODES = ("history", "text", "tokens")
-NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
-"""The entries of a sample whose keys are arguments, ``history_key`` and so on."""
 
 
 def no_distribution(message: str) -> NotImplementedError:
@@ -357,80 +340,32 @@ def no_distribution(message: str) -> NotImplementedError:
     return NotImplementedError(message)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrapperOptions:
-    """The arguments that both wrappers have, as they were given; the wrappers' docstrings explain them."""
-
-    tokenizer: PreTrainedTokenizerBase | str | None
-    input_mode: Literal["history", "text", "tokens"] | None
-    input_key: NestedKey | None
-    attention_mask_key: NestedKey
-    generate: bool | None
-    generate_kwargs: dict[str, object] | None
-    tokenizer_kwargs: dict[str, object] | None
-    pad_output: bool
-    pad_model_input: bool | int | None
-    inplace: Literal["empty"] | bool | None
-    device: torch.device | str | None
-    layout: torch.layout | None
-    num_samples: int | None
-    chat_template_name: str | None
-    chat_template: str | None
-    chat_template_kwargs: dict[str, object] | None
-    return_log_probs: bool | None
-    return_routed_experts: bool | None
-    history_key: str
-    text_key: str
-    tokens_key: str
-    masks_key: str
-    log_probs_key: str
-    routed_experts_key: str
-    batching: bool | None
-    min_batch_size: int | None
-    max_batch_size: int | None
-    batching_timeout: float
-    prefer_tokens: bool
-    replay: Literal["R3", "R2", "none"] | None
-    temperature: float | None
-
-    def check_common(self, instead: str) -> None:
-        """Refuse what both wrappers refuse, before a model is loaded."""
-        check_bool("pad_output", self.pad_output)
-        if self.input_mode not in INPUT_MODES:
-            raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {self.input_mode!r}")
-        template_options(self.chat_template_kwargs)
-        if self.chat_template_name is not None:
-            chat_template_named(self.chat_template_name)
-        for name in ("batching", "min_batch_size", "max_batch_size"):
-            if (value := getattr(self, name)) not in (None, False):
-                raise ValueError(f"{name} must be None, got {value!r}: calls are not joined here; {instead}")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
-        if not self.generate:
-            self._check_scoring()
-
-    def _check_scoring(self) -> None:
-        if self.return_log_probs is False:
-            raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
-        if self.input_mode != "tokens" and self.replay not in (None, "none"):
-            raise ValueError(
-                f"replay={self.replay!r} with input_mode={self.input_mode!r}: text may be encoded to other tokens than "
-                "those that were sampled and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the "
-                "rollout, or replay='none'"
-            )
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
-
-    def changed(self, changes: Mapping[str, object], reset: Sequence[str]) -> dict[str, Any]:
-        """Return the arguments of a new version; ``reset`` are those that mean nothing to it."""
-        before = vars(self)
-        if unknown := sorted(set(changes) - set(before)):
-            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
-        follow = dict.fromkeys(reset)
-        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
-        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
-            follow["input_key"] = None
-        return {**before, **follow, **changes}
+def check_arguments(given: Mapping[str, Any], instead: str) -> None:
+    """Refuse what both wrappers refuse, before a model is loaded."""
+    check_bool("pad_output", given["pad_output"])
+    mode, replay, temperature = given["input_mode"], given["replay"], given["temperature"]
+    if mode not in INPUT_MODES:
+        raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {mode!r}")
+    template_options(given["chat_template_kwargs"])
+    if given["chat_template_name"] is not None:
+        chat_template_named(given["chat_template_name"])
+    for name in ("batching", "min_batch_size", "max_batch_size"):
+        if given[name] not in (None, False):
+            raise ValueError(f"{name} must be None, got {given[name]!r}: calls are not joined here; {instead}")
+    if given["num_samples"] is not None and given["num_samples"] < 1:
+        raise ValueError(f"num_samples must be at least 1, got {given['num_samples']}")
+    if given["generate"]:
+        return
+    if given["return_log_probs"] is False:
+        raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
+    if mode != "tokens" and replay not in (None, "none"):
+        raise ValueError(
+            f"replay={replay!r} with input_mode={mode!r}: text may be encoded to other tokens than those that were "
+            "sampled and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the rollout, or "
+            "replay='none'"
+        )
+    if temperature is not None and not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
 
 
 class PolicyWrapper(LLMWrapperBase):
@@ -446,39 +381,47 @@ class PolicyWrapper(LLMWrapperBase):
     _min_batch_size = _max_batch_size = None
 
     tokenizer: PreTrainedTokenizerBase
-    input_mode: str
     input_key: NestedKey
-    attention_mask_key: NestedKey
-    generate: bool
-    pad_output: bool
-    chat_template: str | None
-    chat_template_name: str | None
-    prefer_tokens: bool
-    tokenizer_kwargs: dict[str, object]
-    chat_template_kwargs: dict[str, object]
     return_log_probs: bool
     return_routed_experts: bool
-    history_key: str
-    text_key: str
-    tokens_key: str
-    masks_key: str
-    log_probs_key: str
-    routed_experts_key: str
+    replay: Literal["R3", "R2", "none"] | None
 
-    def _set_options(self, options: WrapperOptions) -> None:
-        """Keep the arguments for a new version, and set the attributes that they become unchanged."""
-        self._options = options
-        unchanged = ("input_mode", "generate", "prefer_tokens", "attention_mask_key", "chat_template")
-        for name in (*unchanged, "chat_template_name", "pad_output", *(f"{name}_key" for name in NAMES)):
-            setattr(self, name, getattr(options, name))
-        self.tokenizer_kwargs = dict(options.tokenizer_kwargs or {})
-        self.chat_template_kwargs = template_options(options.chat_template_kwargs)
+    def _set_arguments(self, given: dict[str, Any]) -> None:
+        """Keep the arguments for a new version, and set the attributes that they become."""
+        self._arguments = given
+        self.input_mode: str = given["input_mode"]
+        self.generate: bool = given["generate"]
+        self.prefer_tokens: bool = given["prefer_tokens"]
+        self.pad_output: bool = given["pad_output"]
+        self.attention_mask_key: NestedKey = given["attention_mask_key"]
+        self.history_key: str = given["history_key"]
+        self.text_key: str = given["text_key"]
+        self.tokens_key: str = given["tokens_key"]
+        self.masks_key: str = given["masks_key"]
+        self.log_probs_key: str = given["log_probs_key"]
+        self.routed_experts_key: str = given["routed_experts_key"]
+        self.chat_template: str | None = given["chat_template"]
+        self.chat_template_name: str | None = given["chat_template_name"]
+        self.tokenizer_kwargs: dict[str, object] = dict(given["tokenizer_kwargs"] or {})
+        self.chat_template_kwargs = template_options(given["chat_template_kwargs"])
         self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
         self.return_tokens = self.return_masks = True
 
-    def _set_common_keys(self, input_key: NestedKey) -> None:
+    def _changed(self, changes: Mapping[str, object], reset: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of a new version; ``reset`` are those that mean nothing to it."""
+        before = self._arguments
+        if unknown := sorted(set(changes) - set(before)):
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        follow = dict.fromkeys(reset)
+        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
+        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
+            follow["input_key"] = None
+        return {**before, **follow, **changes}
+
+    def _set_keys(self, input_key: NestedKey) -> None:
         """Set the keys that TorchRL's wrappers have, once it is known what is written."""
         self.input_key = input_key
+        self.in_keys = [input_key, *([(self.routed_experts_key, "full")] if self.replay == "R3" else [])]
         self.keys = RolloutKeys(
             tokens=self.tokens_key,
             masks=self.masks_key,
@@ -504,47 +447,48 @@ class PolicyWrapper(LLMWrapperBase):
 
     def _template_options(self, sample: TensorDictBase) -> dict[str, object]:
         """Return the further arguments of the chat template for a sample, see :func:`options_of`."""
-        return options_of(self.chat_template_kwargs, {key: _plain(sample.get(key, None)) for key in (OPTIONS, TOOLS)})
+        row = {}
+        for key in (OPTIONS, TOOLS):
+            value = sample.get(key, None)
+            given = value.data if isinstance(value, NonTensorData) else value
+            row[key] = given.tolist() if given is value and hasattr(given, "tolist") else given
+        return options_of(self.chat_template_kwargs, row)
 
     def _prompts(self, samples: Sequence[TensorDictBase]) -> Prompts:
         """Read a prompt from each sample, batch size ``[]``."""
         require_key(samples, self.input_key, self.input_mode)
         stack = lazy_stack(list(samples))
         if self.input_mode == "tokens":
-            return prompts_from_tokens(stack, self.input_key, self._mask_key(samples), self._pad)
+            # after an earlier turn, "masks" cover more than the prompt
+            key = (self.masks_key, "all_attention_mask")
+            pairs = [(one.get(key, None), one.get(self.input_key)) for one in samples]
+            fits = all(mask is not None and mask.shape == ids.shape for mask, ids in pairs)
+            return prompts_from_tokens(stack, self.input_key, key if fits else self.attention_mask_key, self._pad)
         if self.input_mode == "text":
             return prompts_from_text(stack.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
         # tokens of an earlier turn, or the caller's own, where they come before the rendered text
         known = None
         if self.prefer_tokens:
-            mask = (self.masks_key, "all_attention_mask")
-            known = [known_ids(one, self.tokens_key, one.get(mask, None), self._pad) for one in samples]
+            key = (self.masks_key, "all_attention_mask")
+            known = [known_ids(one, self.tokens_key, one.get(key, None), self._pad) for one in samples]
         # then every chat is rendered by its own options
-        chats = [Chat.of(one.get(self.input_key), self.input_key, self._answered(one)) for one in samples]
-        options = [self._template_options(sample) for sample in samples]
-        texts = [
-            chat.rendered(self.tokenizer, self._template(given.get(TOOLS)), given)
-            for chat, given in zip(chats, options, strict=True)
-        ]
+        chats, texts = [], []
+        for sample in samples:
+            # the text of a previous turn's answer, without the end of the turn, if the sample has its tokens
+            ids = known_ids(sample, self.tokens_key, None, self._pad).get("response")
+            if ids and ids[-1] == getattr(self.tokenizer, "eos_token_id", None):
+                ids = ids[:-1]
+            answered = None if ids is None else self.tokenizer.decode(ids, skip_special_tokens=False)
+            chats.append(Chat.of(sample.get(self.input_key), self.input_key, answered))
+            options = self._template_options(sample)
+            texts.append(chats[-1].rendered(self.tokenizer, self._template(options.get(TOOLS)), options))
         return prompts_from_chats(chats, texts, self.tokenizer, known)
 
-    def _answered(self, sample: TensorDictBase) -> str | None:
-        """Return the text of a previous turn's answer, if the sample has its tokens: without the end of the turn."""
-        ids = known_ids(sample, self.tokens_key, None, self._pad).get("response")
-        if ids is None:
-            return None
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        text: str = self.tokenizer.decode(ids[:-1] if ids and ids[-1] == end else ids, skip_special_tokens=False)
-        return text
-
-    def _mask_key(self, samples: Sequence[TensorDictBase]) -> NestedKey:
-        """Return the key of the prompts' mask: after an earlier turn, ``"masks"`` cover more than the prompt."""
-        key = (self.masks_key, "all_attention_mask")
-        masks = [sample.get(key, None) for sample in samples]
-        shapes = [sample.get(self.input_key).shape for sample in samples]
-        # a mask of prompt and response is of an earlier turn
-        fits = all(mask is not None and mask.shape == shape for mask, shape in zip(masks, shapes, strict=True))
-        return key if fits else self.attention_mask_key
+    @property
+    def _mask_keys(self) -> list[NestedKey]:
+        """Where the mask of full sequences may be; the first one comes first."""
+        keys = (self.masks_key, "all_attention_mask"), self.attention_mask_key
+        return [key for key in keys if key is not None]
 
     def _stacked(self, answers: Sequence[TensorDictBase], batch: Sequence[int], samples: int | None) -> TensorDictBase:
         """Return answers in the batch size of their prompts, with a last dimension if there are several to each."""

@@ -80,7 +80,16 @@ def sampling_entry(
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
     names_ids = params.get("logprobs") is not None  # otherwise it is unknown which were kept
     if kept is not None or before is not None or (names_ids and leaves_ids_out(params.get)):
-        source["kept"] = _kept(kept, prompt, total, before, real)
+        # a prompt token has size 0: all tokens of the vocabulary count
+        own = KeptTokens(ids=torch.zeros(0, dtype=torch.int32), sizes=torch.zeros(total, dtype=torch.int32))
+        if kept is not None:
+            own.ids = torch.from_numpy(kept.ids.copy())
+            own.sizes[prompt:] = torch.from_numpy(kept.sizes.copy())
+        if before is not None and real is not None:
+            # the earlier turn's pads go, for this turn has none
+            ids, sizes = select_rows(before.get("ids").cpu(), before.get("sizes").cpu(), real.cpu())
+            own = KeptTokens(ids=ids, sizes=sizes).followed_by(own)
+        source["kept"] = own
     return TensorDict(source)
 
 
@@ -90,37 +99,18 @@ def _temperature(params: Mapping[str, Any]) -> float:
     return max(value, LEAST_TEMPERATURE) if value > 0 else value
 
 
-def _kept(kept: KeptIds | None, prompt: int, total: int, before: KeptTokens | None, real: Tensor | None) -> KeptTokens:
-    sizes = torch.zeros(total, dtype=torch.int32)
-    ids = torch.zeros(0, dtype=torch.int32)
-    if kept is not None:
-        sizes[prompt:] = torch.from_numpy(kept.sizes.copy())
-        ids = torch.from_numpy(kept.ids.copy())
-    # a prompt token has size 0: all tokens of the vocabulary count
-    own = KeptTokens(ids=ids, sizes=sizes)
-    if before is None or real is None:
-        return own
-    # the earlier turn's pads go, for this turn has none
-    first_ids, first_sizes = select_rows(before.get("ids").cpu(), before.get("sizes").cpu(), real.cpu())
-    return KeptTokens(ids=first_ids, sizes=first_sizes).followed_by(own)
-
-
 def pad_sampling(entries: Sequence[TensorDictBase], prompts: Sequence[int], totals: Sequence[int]) -> TensorDict:
     """Return the entries of a batch, tokens padded around the border between prompt and response."""
     found = TensorDict({"temperature": torch.stack([entry["temperature"] for entry in entries])}, [len(entries)])
     kept = [entry.get("kept", None) for entry in entries]
     if all(one is None for one in kept):
         return found
-    # all rows have the border between prompt and response in one column
-    left, right = max(prompts), max(total - prompt for total, prompt in zip(totals, prompts, strict=True))
-    most = max(0 if one is None else len(one.ids) for one in kept)
-    sizes = torch.zeros(len(entries), left + right, dtype=torch.int32)
-    ids = torch.full((len(entries), most), -1, dtype=torch.int32)
-    for i, (one, prompt, total) in enumerate(zip(kept, prompts, totals, strict=True)):
-        if one is not None:
-            sizes[i, left - prompt : left - prompt + total] = one.sizes
-            ids[i, : len(one.ids)] = one.ids
-    found["kept"] = KeptTokens(ids=ids, sizes=sizes, batch_size=[len(entries)])
+    nothing = torch.zeros(0, dtype=torch.int32)
+    ids = [nothing if one is None else one.ids for one in kept]
+    sizes = [nothing.new_zeros(n) if one is None else one.sizes for one, n in zip(kept, totals, strict=True)]
+    found["kept"] = KeptTokens(
+        ids=_pad(ids, [0] * len(ids), -1), sizes=_pad(sizes, prompts, 0), batch_size=[len(entries)]
+    )
     return found
 
 
@@ -135,12 +125,6 @@ class RolloutKeys:
     masks: str = "masks"
     log_probs: str | None = "log_probs"
     routed_experts: str | None = "routed_experts"
-
-
-def _mask(prompt: int, total: int) -> Tensor:
-    mask = torch.ones(total, dtype=torch.bool)
-    mask[:prompt] = False
-    return mask
 
 
 def _unpadded(kind: type[TensorClass], **tensors: Tensor) -> TensorClass:
@@ -169,57 +153,61 @@ def answer_tensordict(
     keys: RolloutKeys,
     params: Mapping[str, Any],
     earlier: TensorDictBase | None = None,
+    routes: Tensor | None = None,
 ) -> TensorDict:
-    """Return the TensorDict of one answer, batch size ``[]``."""
+    """Return the TensorDict of one answer, batch size ``[]``.
+
+    Its routes ``[T, L, K]`` are given, or an engine's, which are read by its ``layout``.
+    """
     prompt = torch.from_numpy(completion.prompt_token_ids.copy())
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])
-    # what this turn knows of every token, then what an earlier turn knew before it
-    per_token = _per_token(output, len(prompt), len(full), layout, keys)
-    real = None if earlier is None else repeated(earlier, prompt, keys)
-    if earlier is not None and real is not None:
-        _keep_earlier(earlier, real, per_token)
-    goes_on_from = None if real is None else earlier
-    assistant = _mask(len(prompt), len(full))
-    # the tokens themselves, with masks, and how the answer came to its end
-    source: dict[str, object] = {
-        keys.tokens: _unpadded(Tokens, prompt=prompt, response=response, full=full),
-        keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
-        "resume": NonTensorData(_resume(output, goes_on_from)),
-        "finish_reason": NonTensorData(output.finish_reason),
-        "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
-        SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), goes_on_from, real),
-    }
-    versions = per_token["policy_versions"]
-    # the oldest weights that made a part of the response
-    least = versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION)
-    source |= {"policy_versions": TensorDict({"full": versions}), "policy_version": least}
-    source["num_segments"] = torch.tensor(num_segments(versions))
-    if keys.log_probs is not None:
-        values = per_token[keys.log_probs]
-        source[keys.log_probs] = _unpadded(LogProbs, response=values[len(prompt) :].clone(), full=values)
-    if keys.routed_experts in per_token:
-        source[str(keys.routed_experts)] = RoutedExperts(full=per_token[str(keys.routed_experts)])
-    return TensorDict(source)
-
-
-def _per_token(
-    output: CompletionOutput, prompt: int, total: int, layout: RoutingLayout | None, keys: RolloutKeys
-) -> dict[str, Tensor]:
-    """Return what this turn knows of every token of ``full``, by key: ``[T, ...]``."""
-    values = {}
+    begin, total = len(prompt), len(full)
+    # what this turn knows of every token, by key: [T, ...]
     versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
-    versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
-    values["policy_versions"] = versions
+    versions[begin:] = torch.from_numpy(output.policy_versions.copy())
+    per_token = {"policy_versions": versions}
     if keys.log_probs is not None:
         if output.logprobs is None:
             raise ValueError("the engine returned no log-probs: leave generate_kwargs['logprobs'] out, or set it to 0")
         log_probs = torch.full((total,), float("nan"))
-        log_probs[prompt:] = torch.from_numpy(output.logprobs.copy())
-        values[keys.log_probs] = log_probs
+        log_probs[begin:] = torch.from_numpy(output.logprobs.copy())
+        per_token[keys.log_probs] = log_probs
     if keys.routed_experts is not None and layout is not None:
-        values[keys.routed_experts] = torch.from_numpy(routes_from_vllm(output.routed_experts, total, layout))
-    return values
+        routes = torch.from_numpy(routes_from_vllm(output.routed_experts, total, layout))
+    if keys.routed_experts is not None and routes is not None:
+        per_token[keys.routed_experts] = routes
+    # then what an earlier turn knew before it, and the worst way in which either re-read what was before it
+    resume: str = output.resume
+    real = None if earlier is None else repeated(earlier, prompt, keys)
+    if earlier is not None and real is not None:
+        for key, later in per_token.items():
+            known = earlier.get((key, "full"), None)
+            if known is not None and len(known) == len(real):
+                per_token[key] = first_writer_wins(known[real].to(later), later)
+        before = earlier.get("resume", "none")
+        resume = worst_resume(resume, getattr(before, "data", before))
+    versions = per_token["policy_versions"]
+    assistant = torch.arange(total) >= begin
+    # the tokens themselves, with masks, and how the answer came to its end
+    source: dict[str, object] = {
+        keys.tokens: _unpadded(Tokens, prompt=prompt, response=response, full=full),
+        keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
+        "policy_versions": TensorDict({"full": versions}),
+        # the oldest weights that made a part of the response
+        "policy_version": versions[begin:].min().long() if len(response) else torch.tensor(NO_VERSION),
+        "num_segments": torch.tensor(num_segments(versions)),
+        "resume": NonTensorData(resume),
+        "finish_reason": NonTensorData(output.finish_reason),
+        "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
+        SAMPLING: sampling_entry(params, output.kept, begin, total, None if real is None else earlier, real),
+    }
+    if keys.log_probs is not None:
+        values = per_token[keys.log_probs]
+        source[keys.log_probs] = _unpadded(LogProbs, response=values[begin:].clone(), full=values)
+    if keys.routed_experts in per_token:
+        source[str(keys.routed_experts)] = RoutedExperts(full=per_token[str(keys.routed_experts)])
+    return TensorDict(source)
 
 
 def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
@@ -234,20 +222,6 @@ def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tens
     mask = earlier.get((keys.masks, "all_attention_mask"), None)
     real = mask.bool() if mask is not None and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
     return real if shared_prefix(ids[real].cpu(), prompt) else None
-
-
-def _keep_earlier(earlier: TensorDictBase, real: Tensor, per_token: dict[str, Tensor]) -> None:
-    """Keep an earlier turn's values."""
-    for key, later in per_token.items():
-        known = earlier.get((key, "full"), None)
-        if known is not None and len(known) == len(real):
-            per_token[key] = first_writer_wins(known[real].to(later), later)
-
-
-def _resume(output: CompletionOutput, earlier: TensorDictBase | None) -> str:
-    """Return the worst way in which parts of an answer, or of earlier turns, re-read what was before them."""
-    before = "none" if earlier is None else earlier.get("resume", "none")
-    return worst_resume(output.resume, getattr(before, "data", before))
 
 
 def flat_samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
@@ -296,39 +270,27 @@ def pad_answers(
         if key not in pads:
             padded.set(key, torch.stack(values) if isinstance(values[0], Tensor) else lazy_stack(values))
             continue
-        entry = TensorDict(
-            {
-                leaf: _pad(leaf, [value.get(leaf) for value in values], prompts, pads[key])
-                for leaf in _tensors(values[0])
-            },
-            batch_size=batch,
-        )
-        padded.set(key, _typed(values[0], entry))
+        entry = TensorDict(batch_size=batch)
+        for leaf in values[0].keys():  # noqa: SIM118
+            rows = [value.get(leaf) for value in values]
+            if isinstance(rows[0], Tensor):
+                # a response begins in column 0, a prompt ends where the longest one does
+                entry.set(leaf, _pad(rows, [0] * len(rows) if leaf == "response" else prompts, pads[key]))
+        if not isinstance(values[0], TensorDictBase):  # a TensorClass: TorchRL's say whether they are padded
+            entry = type(values[0]).from_tensordict(entry)
+            if hasattr(values[0], "padded"):
+                entry.padded = True
+        padded.set(key, entry)
     if len(shape) == 1:
         return padded
     return padded.unflatten(0, shape) if shape else padded[0]
 
 
-def _tensors(value: TensorDictBase) -> list[str]:
-    return [leaf for leaf in value.keys() if isinstance(value.get(leaf), Tensor)]  # noqa: SIM118
-
-
-def _typed(example: TensorDictBase, entry: TensorDict) -> TensorDictBase:
-    if isinstance(example, TensorDictBase):
-        return entry
-    typed = type(example).from_tensordict(entry)
-    if hasattr(example, "padded"):
-        typed.padded = True
-    return typed
-
-
-def _pad(leaf: str, rows: Sequence[Tensor], prompts: Sequence[int], value: float) -> Tensor:
-    """Pad ``[T, ...]`` rows to ``[B, T, ...]`` around the border between prompt and response."""
-    # a response begins in column 0, a prompt ends where the longest one does
-    split = [0] * len(rows) if leaf == "response" else prompts
-    left = max(split)
-    right = max(len(row) - cut for row, cut in zip(rows, split, strict=True))
+def _pad(rows: Sequence[Tensor], borders: Sequence[int], value: float) -> Tensor:
+    """Pad ``[T, ...]`` rows to ``[B, T, ...]`` so that all have the border of prompt and response in one column."""
+    left = max(borders)
+    right = max(len(row) - border for row, border in zip(rows, borders, strict=True))
     padded = rows[0].new_full((len(rows), left + right, *rows[0].shape[1:]), value)
-    for i, (row, cut) in enumerate(zip(rows, split, strict=True)):
-        padded[i, left - cut : left - cut + len(row)] = row
+    for i, (row, border) in enumerate(zip(rows, borders, strict=True)):
+        padded[i, left - border : left - border + len(row)] = row
     return padded

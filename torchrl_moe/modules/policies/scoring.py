@@ -190,13 +190,7 @@ def read_batch(td: TensorDictBase, tokens_key: NestedKey, mask_key: NestedKey) -
     if mask is None:
         mask = pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
     batch = ScoringBatch(pad_left(rows, 0).long(), _checks.as_mask(repr(mask_key), mask), lengths)
-    _refuse_gaps(batch, mask_key)
-    return batch
-
-
-def _refuse_gaps(batch: ScoringBatch, mask_key: NestedKey) -> None:
-    """Refuse a token after a gap: it would count with a log-prob that no policy sampled it with."""
-    # a real token after a pad, other than a first one
+    # a real token after a pad, other than a first one, would count with a log-prob that no policy sampled it with
     behind = batch.mask & ~batch.scored & (batch.mask.cumsum(-1) > 1)
     if bool(behind.any()):
         sample, column = behind.nonzero()[0].tolist()
@@ -206,6 +200,7 @@ def _refuse_gaps(batch: ScoringBatch, mask_key: NestedKey) -> None:
             "pads stand before the tokens of a sample or after them. Cut them out of the tokens, and of all that is "
             "laid out as they are."
         )
+    return batch
 
 
 def missing(td: TensorDictBase, key: NestedKey) -> KeyError:
@@ -258,19 +253,25 @@ NO_ROUTES = UNSET_EXPERT - 1  # for routes that do not fit a sample: the check o
 
 
 def read_routes(
-    td: TensorDictBase, key: NestedKey, batch: ScoringBatch, tail: tuple[int, int], on_bad_routes: OnBadRoutes
-) -> Tensor | None:
+    td: TensorDictBase,
+    key: NestedKey,
+    batch: ScoringBatch,
+    tail: tuple[int, int],
+    on_bad_routes: OnBadRoutes,
+    replay: Literal["R3", "R2"] = "R3",
+) -> Tensor:
     """Read the routes of a dense, a lazily stacked or a nested batch as ``[B, T, L, K]``, -1 where rows were added."""
     rows = samples_of(td, key)
     if rows is None and on_bad_routes == "live":  # a stack has no entry that one sample lacks
         rows = [sample.get(key, None) for sample in td.unbind(0)]
-    if rows is None or all(row is None for row in rows):
-        return None
+    known = [] if rows is None else [row for row in rows if row is not None]
+    if rows is None or not known or (on_bad_routes == "raise" and len(known) < len(rows)):
+        raise ReplayError(
+            f"replay={replay!r} needs {key!r} in every sample, and the input lacks it: {REMEDIES[replay]}"
+        )
     # sample by sample, so that one that does not fit may run live
     fitting: list[Tensor] = []
     for i, (row, length) in enumerate(zip(rows, batch.lengths, strict=True)):
-        if row is None and on_bad_routes == "raise":
-            return None
         try:
             fitting.append(_checked(f"{key!r} of sample {i}", row, length, tail))
         except RoutingError:
@@ -292,11 +293,6 @@ def _checked(name: str, row: Tensor | None, length: int, tail: tuple[int, int]) 
     _checks.check_shape(name, row.shape, ("T", *tail), error=RouteShapeError, hint=hint)
     _checks.check_integer(name, row, signed=True, error=RouteValueError)
     return row
-
-
-def no_routes(replay: Literal["R3", "R2"], key: NestedKey) -> ReplayError:
-    """Return the error for a batch without the routes that ``replay`` needs."""
-    return ReplayError(f"replay={replay!r} needs {key!r} in every sample, and the input lacks it: {REMEDIES[replay]}")
 
 
 def note_routing(

@@ -27,7 +27,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_scores
-from torchrl_moe.modules.policies.unstack import linear_parts, logit_transform, obstacle
+from torchrl_moe.modules.policies.unstack import base_model, linear_parts, logit_transform, obstacle
 from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.modules.replay.router_replay import evaluating
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
@@ -35,10 +35,6 @@ from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 # The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept tokens.
 #
 # Letters: B samples, T tokens of the longest, N tokens to score, M token ids kept of all of them, V vocabulary.
-
-
-Kept = tuple[Tensor, Tensor]
-"""``ids`` int32 ``[M]`` and ``sizes`` int32 ``[N]``, as in :class:`~torchrl_moe.data.KeptTokens`."""
 
 
 UNSAID = (
@@ -55,25 +51,6 @@ class SampledFrom:
 
     temperatures: Tensor
     kept: tuple[KeptTokens | None, ...]
-
-    def of_tokens(self, batch: ScoringBatch, wanted: Tensor) -> tuple[float | Tensor, Kept | None]:
-        """Return the temperature, ``[N]`` if there are several, and the kept tokens of the wanted tokens."""
-        # one temperature stays a number: its logits need no grouping
-        several = bool((self.temperatures != self.temperatures[0]).any())
-        rows = self.temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
-        temperature: float | Tensor = rows if several else float(self.temperatures[0])
-        if all(one is None for one in self.kept):
-            return temperature, None
-        found = [self._of_sample(one, row) for one, row in zip(self.kept, batch.split(wanted), strict=True)]
-        ids, sizes = zip(*found, strict=True)
-        return temperature, (torch.cat(ids), torch.cat(sizes))
-
-    @staticmethod
-    def _of_sample(kept: KeptTokens | None, wanted: Tensor) -> Kept:
-        if kept is None:
-            sizes = wanted.new_zeros(int(wanted.sum()), dtype=torch.int32)
-            return sizes[:0], sizes
-        return select_rows(kept.ids.to(wanted.device), kept.sizes.to(wanted.device), wanted)
 
     def truncate(self, logits: Tensor, batch: ScoringBatch) -> Tensor:
         """Return dense logits ``[B, T, V]`` in which excluded token ids have the lowest finite value."""
@@ -149,8 +126,23 @@ class Selection:
         cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, sampled_from: SampledFrom, entropy: bool
     ) -> Selection:
         """Select the tokens in ``wanted``, bool ``[B, T]``; none of the first column."""
+        # one temperature stays a number: its logits need no grouping
+        of_samples = sampled_from.temperatures
+        temperature: float | Tensor = float(of_samples[0])
+        if bool((of_samples != of_samples[0]).any()):
+            temperature = of_samples.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
+        kept = None
+        if any(one is not None for one in sampled_from.kept):
+            ids, sizes = [], []
+            for one, row in zip(sampled_from.kept, batch.split(wanted), strict=True):
+                if one is None:  # all ids of the vocabulary: 0
+                    sizes.append(row.new_zeros(int(row.sum()), dtype=torch.int32))
+                    continue
+                of_sample = select_rows(one.ids.to(row.device), one.sizes.to(row.device), row)
+                ids.append(of_sample[0])
+                sizes.append(of_sample[1])
+            kept = torch.cat(ids), torch.cat(sizes)
         rows = layout.index[:, :-1][wanted[:, 1:]]
-        temperature, kept = sampled_from.of_tokens(batch, wanted)
         return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy, kept=kept)
 
     def dense(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -252,8 +244,10 @@ class ScoringModel:
         Uses four sequences, in one row if they are packed like that, otherwise in two. (For flash attention
         transformers separates sequences in one row, but not in several.)
         """
-        # the test below has too few tokens to show this
-        if _counts_places(self.language_model):
+        # Llama 4 scales queries by a token's index in its row, from an index on that is beyond the tokens of the test
+        config = getattr(self.language_model, "config", None)
+        text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+        if getattr(text, "attn_temperature_tuning", False):
             return False
         batch = self._four_sequences()
         # change the first sequence, and see whether the others' logits move
@@ -328,11 +322,6 @@ class ScoringModel:
         bound = max(1e-4, 4 * precision) * max(1.0, float(logits.abs().max()))
         return "" if gap <= bound else f"scores are off by {gap:.1e}, and {bound:.1e} would be rounding"
 
-    @cached_property
-    def transform(self) -> LogitTransform:
-        """The transform that the model applies to its head's output, from its config."""
-        return logit_transform(getattr(self.language_model, "config", None))
-
     @contextmanager
     def _scoring(self, selection: Selection) -> Iterator[None]:
         """Make the next forward pass return scores ``[N, 2]`` as its logits, ``[N, 1]`` without entropies."""
@@ -340,7 +329,7 @@ class ScoringModel:
         with _lock_of(self.language_model):
             self._head.thread = threading.get_ident()
             self._head.parts, self._head.places = selection.parts()  # here, outside any graph: it depends on values
-            self._head.transform = self.transform
+            self._head.transform = logit_transform(getattr(self.language_model, "config", None))
             # replaced for this pass only, and under the lock: another wrapper may share the model
             stand_ins: dict[nn.Module, Any] = {self.head: self._head, self.language_model: self._output}
             for module, stand_in in stand_ins.items():
@@ -379,24 +368,17 @@ class _ScoringHead:
         if self.elsewhere:
             return (self.shadowed or type(self.head).forward.__get__(self.head))(hidden)
         self.dtype = hidden.dtype
-        flat = hidden.flatten(0, -2)
-        scores = [self._score(flat, value, part) for value, part in self.parts]
+        flat, scores = hidden.flatten(0, -2), []
+        for temperature, part in self.parts:
+            # only the wanted rows reach the product with the vocabulary
+            hiddens, weights, bias = linear_parts(self.head, flat[part.rows])
+            transform = replace(self.transform, temperature=temperature)
+            found = selected_log_probs(
+                hiddens, weights, part.tokens, bias=bias, transform=transform, entropy=part.entropy, kept=part.kept
+            )
+            scores.append(torch.stack([one for one in found if one is not None], -1))
         self.scores = scores[0] if self.places is None else torch.cat(scores)[self.places]
         return self.scores
-
-    def _score(self, hidden: Tensor, temperature: float, selection: Selection) -> Tensor:
-        # only the wanted rows reach the product with the vocabulary
-        hiddens, weights, bias = linear_parts(self.head, hidden[selection.rows])
-        scores = selected_log_probs(
-            hiddens,
-            weights,
-            selection.tokens,
-            bias=bias,
-            transform=replace(self.transform, temperature=temperature),
-            entropy=selection.entropy,
-            kept=selection.kept,
-        )
-        return torch.stack([part for part in scores if part is not None], -1)
 
 
 class _ScoringOutput:
@@ -430,18 +412,7 @@ def _lock_of(model: nn.Module) -> threading.RLock:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the transformers model inside ``torch.compile`` and peft."""
-    model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-
-
-def _counts_places(model: nn.Module) -> bool:
-    """Whether attention depends on a token's index in its row, besides its position id.
-
-    Llama 4 scales queries by it from index ``floor_scale`` on, which is beyond the tokens of the test.
-    """
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "attn_temperature_tuning", False))
+    return base_model(getattr(model, "_orig_mod", model))
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorClass, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data.llm import History
 from torchrl.modules.distributions import LLMMaskedCategorical
@@ -43,7 +43,6 @@ from torchrl_moe.modules.policies.scoring import (
     align,
     has_recorded,
     missing,
-    no_routes,
     note_routing,
     pad_left,
     read_batch,
@@ -68,7 +67,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Text and chats as the tokens that a scorer reads, and as the entries that it writes beside their log-probs.
+# Full sequences (prompt and answer) of every input kind, as both wrappers score them.
+#
+# Tokens keep their layout, padding included; text and chats are encoded, without padding. Letters: T tokens.
 
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -76,52 +77,100 @@ MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 STAND_IN = "\u241ftorchrl_moe\u241f"
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Tokens of a batch: ``ids`` int64 ``[T]`` of each sample, their texts, and the assistant masks, bool ``[T]``."""
+@dataclass(slots=True)
+class FullSequence:
+    """One sequence.
 
-    ids: list[Tensor]
-    texts: list[str]
-    assistant: list[Tensor] | None = None
+    Shapes:
+        - ids: int64 ``[T]``
+        - mask: bool ``[T]``, tokens that are not padding
+        - assistant: bool ``[T]``, the assistant's tokens; ``None`` if that is not known
 
-    def text_entry(self) -> Text:
-        """Return the ``Text`` of the batch, of which only ``full`` is known."""
-        return lazy_stack([Text(full=text) for text in self.texts])
+    ``text`` and ``history`` are what it was made from.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    assistant: Tensor | None = None
+    text: str | None = None
+    history: History | None = None
 
 
-def encode(td: TensorDictBase, wrapper: PolicyWrapper) -> Encoded:
+def read_sequences(samples: Sequence[TensorDictBase], wrapper: PolicyWrapper) -> list[FullSequence]:
+    """Read a sequence from each sample, batch size ``[]``.
+
+    Tokens have the mask that is at the wrapper's ``masks_key``, or else at its ``attention_mask_key``. Without one,
+    padding at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
+    """
+    if wrapper.input_mode != "tokens":
+        return encode(samples, wrapper)
+    require_key(samples, wrapper.input_key, wrapper.input_mode)
+    found = []
+    for i, sample in enumerate(samples):
+        ids, pad = sample.get(wrapper.input_key), wrapper._pad
+        key = next((key for key in wrapper._mask_keys if sample.get(key, None) is not None), None)
+        if key is not None:
+            mask = sample.get(key)
+            if mask.shape != ids.shape:
+                raise ValueError(
+                    f"sample {i}: {key!r} has shape {list(mask.shape)} and {wrapper.input_key!r} {list(ids.shape)}: "
+                    "both must have been cut or padded alike, or take the mask out"
+                )
+            mask = _checks.as_mask(f"sample {i}: {key!r}", mask)
+        elif pad is not None:
+            mask = without_pads(ids, pad, pad == getattr(wrapper.tokenizer, "eos_token_id", None))
+        else:
+            mask = torch.ones_like(ids, dtype=torch.bool)
+        found.append(FullSequence(ids, mask))
+    return found
+
+
+def without_pads(ids: Tensor, pad: int, ends_turns: bool = False) -> Tensor:
+    """Return the mask, bool ``[*, T]``, of the tokens between the padding at both ends of each row.
+
+    If the pad token also ends turns, the first one after the tokens is one of them.
+
+    >>> without_pads(torch.tensor([[0, 0, 5, 0, 6], [7, 8, 0, 0, 0]]), 0).int().tolist()
+    [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+    """
+    real = ids != pad
+    some_follow = real.flip(-1).cummax(-1).values.flip(-1)
+    if ends_turns:
+        some_follow[..., 1:] |= some_follow[..., :-1].clone()
+    return real.cummax(-1).values & some_follow
+
+
+def encode(samples: Sequence[TensorDictBase], wrapper: PolicyWrapper) -> list[FullSequence]:
     """Read the full text or chat of each sample, and encode it."""
-    require_key(td.unbind(0), wrapper.input_key, wrapper.input_mode)
-    if wrapper.input_mode == "text":
-        found = prompts_from_text(td.get(wrapper.input_key), wrapper.tokenizer, wrapper.tokenizer_kwargs)
-        return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
     key = wrapper.input_key
-    chats = [
-        _rendered(Chat.of(one.get(key), key).history, wrapper, wrapper._template_options(one)) for one in td.unbind(0)
-    ]
-    masks = [mask for _, mask, _ in chats if mask is not None]
-    return Encoded(
-        [ids for ids, _, _ in chats], [text for _, _, text in chats], masks if len(masks) == len(chats) else None
-    )
+    require_key(samples, key, wrapper.input_mode)
+    if wrapper.input_mode == "text":
+        given = lazy_stack(list(samples)).get(key)
+        read = prompts_from_text(given, wrapper.tokenizer, wrapper.tokenizer_kwargs)
+        rows = [torch.tensor(ids, dtype=torch.long) for ids in read.ids]
+        return [
+            FullSequence(ids, torch.ones_like(ids, dtype=torch.bool), text=text)
+            for ids, text in zip(rows, read.texts, strict=True)
+        ]
+    found = []
+    for sample in samples:
+        history, options = Chat.of(sample.get(key), key).history, wrapper._template_options(sample)
+        template = wrapper._template(options.get("tools"))
+        found.append(_rendered(template, history, wrapper, options))
+        if template is not None and wrapper.chat_template is None and wrapper.chat_template_name is None:
+            # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
+            guessed = _rendered(None, history, wrapper, options)
+            if torch.equal(found[-1].ids, guessed.ids):
+                found[-1].assistant = guessed.assistant
+    if any(one.assistant is None for one in found):  # a batch has all of them, or none
+        found = [replace(one, assistant=None) for one in found]
+    return found
 
 
 def _rendered(
-    history: History, wrapper: PolicyWrapper, options: Mapping[str, object]
-) -> tuple[Tensor, Tensor | None, str]:
-    """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
-    # render by the wrapper's template, then compare with the one that TorchRL guesses
-    template = wrapper._template(options.get("tools"))
-    ids, assistant, text = _rendered_by(template, history, wrapper, options)
-    if template is not None and wrapper.chat_template is None and wrapper.chat_template_name is None:
-        # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
-        others, guessed, _ = _rendered_by(None, history, wrapper, options)
-        assistant = guessed if torch.equal(ids, others) else assistant
-    return ids, assistant, text
-
-
-def _rendered_by(
     template: str | None, history: History, wrapper: PolicyWrapper, options: Mapping[str, object]
-) -> tuple[Tensor, Tensor | None, str]:
+) -> FullSequence:
+    """Render a chat and encode it; ``None`` is the template that TorchRL guesses."""
     how = {"tokenizer": wrapper.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
     text = history.apply_chat_template(**how)
     marked = template is None or MARKS.search(template) is not None
@@ -130,10 +179,12 @@ def _rendered_by(
         **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=marked
     )
     ids = tokens.get("input_ids").long()
-    if not marked:
-        return ids, _spoken(history.tolist(tolist_first=True), wrapper.tokenizer, template, text, ids, options), text
-    mask = tokens.get("assistant_masks", None)
-    return ids, None if mask is None else mask.bool(), text
+    if marked:
+        mask = tokens.get("assistant_masks", None)
+        assistant = None if mask is None else mask.bool()
+    else:
+        assistant = _spoken(history.tolist(tolist_first=True), wrapper.tokenizer, template, text, ids, options)
+    return FullSequence(ids, torch.ones_like(ids, dtype=torch.bool), assistant, text, history)
 
 
 def _spoken(
@@ -177,40 +228,6 @@ def _spoken(
     return torch.tensor([any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]])
 
 
-# -- entries ----------------------------------------------------------------------------------------------------------
-
-
-def token_entry(rows: Sequence[Tensor], pad: int | None) -> Tokens:
-    """Return the ``Tokens`` of a batch, in full; padded on the left with ``pad``, if there is one."""
-    if pad is None:
-        return lazy_stack([Tokens(full=row, padded=False) for row in rows])
-    return Tokens(full=pad_left(rows, pad), padded=True, batch_size=[len(rows)])
-
-
-def mask_entry(attention: Sequence[Tensor], assistant: Sequence[Tensor] | None, padded: bool) -> Masks:
-    """Return the ``Masks`` of a batch."""
-    if not padded:
-        spoken: Sequence[Tensor | None] = [None] * len(attention) if assistant is None else assistant
-        pairs = zip(attention, spoken, strict=True)
-        return lazy_stack([Masks(all_attention_mask=a, all_assistant_mask=b, padded=False) for a, b in pairs])
-    return Masks(
-        all_attention_mask=pad_left(attention, False),
-        all_assistant_mask=None if assistant is None else pad_left(assistant, False),
-        padded=True,
-        batch_size=[len(attention)],
-    )
-
-
-def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> LogProbs:
-    """Return the ``LogProbs`` of a batch, from ``[B, T]``."""
-    if padded:
-        return LogProbs(full=log_probs, padded=True, batch_size=[len(log_probs)])
-    return lazy_stack([LogProbs(full=row, padded=False) for row in batch.split(log_probs)])
-
-
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
 def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tensor]) -> None:
     """Refuse samples of truncated sampling whose text encodes to tokens other than those sampled.
 
@@ -225,103 +242,13 @@ def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tenso
             )
 
 
-def without_pads(ids: Tensor, pad: int) -> Tensor:
-    """Return the mask, bool ``[B, T]``, of the tokens between the padding at both ends of each row.
-
-    >>> without_pads(torch.tensor([[0, 0, 5, 0, 6], [7, 8, 0, 0, 0]]), 0).int().tolist()
-    [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
-    """
-    real = ids != pad
-    return real.cummax(-1).values & real.flip(-1).cummax(-1).values.flip(-1)
-
-
-# Full sequences (prompt and answer) of every input kind, as a wrapper scores them, and the entries that it writes.
-#
-# Tokens keep their layout, padding included; text and chats are encoded, without padding. Letters: T tokens.
-
-
-@dataclass(slots=True)
-class FullSequence:
-    """One sequence.
-
-    Shapes:
-        - ids: int64 ``[T]``
-        - mask: bool ``[T]``, tokens that are not padding
-        - assistant: bool ``[T]``, the assistant's tokens; ``None`` if that is not known
-
-    ``text`` and ``history`` are what it was made from.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    assistant: Tensor | None = None
-    text: str | None = None
-    history: History | None = None
-
-
-def read_sequences(samples: Sequence[TensorDictBase], wrapper: PolicyWrapper) -> list[FullSequence]:
-    """Read a sequence from each sample, batch size ``[]``.
-
-    Tokens have the mask that is at the wrapper's ``masks_key``, or else at its ``attention_mask_key``. Without one,
-    padding at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
-    """
-    if wrapper.input_mode == "tokens":
-        require_key(samples, wrapper.input_key, wrapper.input_mode)
-        return [_tokens(sample, wrapper, i) for i, sample in enumerate(samples)]
-    stack = lazy_stack(list(samples))
-    encoded = encode(stack, wrapper)
-    spoken: Sequence[Tensor | None] = encoded.assistant or [None] * len(encoded.ids)
-    chats: Sequence[History | None] = [None] * len(encoded.ids)
-    if wrapper.input_mode == "history":
-        chats = list(stack.get(wrapper.input_key).unbind(0))
-    return [
-        FullSequence(ids, torch.ones_like(ids, dtype=torch.bool), assistant, text, chat)
-        for ids, assistant, text, chat in zip(encoded.ids, spoken, encoded.texts, chats, strict=True)
-    ]
-
-
-def _tokens(sample: TensorDictBase, wrapper: PolicyWrapper, position: int) -> FullSequence:
-    ids = sample.get(wrapper.input_key)
-    for key in ((wrapper.masks_key, "all_attention_mask"), wrapper.attention_mask_key):
-        mask = None if key is None else sample.get(key, None)
-        if mask is not None and mask.shape != ids.shape:
-            raise ValueError(
-                f"sample {position}: {key!r} has shape {list(mask.shape)} and {wrapper.input_key!r} {list(ids.shape)}: "
-                "both must have been cut or padded alike, or take the mask out"
-            )
-        if mask is not None:
-            return FullSequence(ids, _checks.as_mask(f"sample {position}: {key!r}", mask))
-    return FullSequence(ids, _real(ids, wrapper._pad, getattr(wrapper.tokenizer, "eos_token_id", None)))
-
-
-def _real(ids: Tensor, pad: int | None, end: int | None) -> Tensor:
-    """Return which tokens are real, where no mask says so."""
-    real = torch.ones_like(ids, dtype=torch.bool)
+def entry_of(kind: type[TensorClass], pad: float | None, **rows: Sequence[Tensor]) -> TensorClass:
+    """Return an entry of a batch from rows ``[T]`` of each field: padded on the left, or a lazy stack for ``None``."""
     if pad is None:
-        return real
-    (places,) = torch.where(ids != pad)
-    if not len(places):
-        return ~real
-    real[: places[0]] = False
-    real[places[-1] + (2 if pad == end else 1) :] = False
-    return real
-
-
-def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[str, NestedKey]) -> TensorDict:
-    """Return what is written of one sequence, batch size ``[]``."""
-    masks = {"all_attention_mask": sequence.mask}
-    if sequence.assistant is not None:
-        masks["all_assistant_mask"] = sequence.assistant
-    source: dict[NestedKey, object] = {
-        keys["tokens"]: Tokens(full=sequence.ids, padded=False),
-        keys["masks"]: Masks(**masks, padded=False),
-        keys["log_probs"]: LogProbs(full=log_probs, padded=False),
-    }
-    if sequence.text is not None:
-        source[keys["text"]] = Text(full=sequence.text)
-    if sequence.history is not None:
-        source[keys["history"]] = ChatHistory(full=sequence.history)
-    return TensorDict(source)
+        samples = zip(*rows.values(), strict=True)
+        return lazy_stack([kind(**dict(zip(rows, sample, strict=True)), padded=False) for sample in samples])
+    fields = {name: pad_left(of_field, pad) for name, of_field in rows.items()}
+    return kind(**fields, padded=True, batch_size=[len(next(iter(rows.values())))])
 
 
 class ScoringWrapper(PolicyWrapper):
@@ -333,7 +260,7 @@ class ScoringWrapper(PolicyWrapper):
     model: nn.Module
     scoring_model: ScoringModel
     router_replay: RouterReplay | None
-    replay: str
+    replay: Literal["R3", "R2", "none"]
     temperature: float | None
     pad_model_input: bool | int | None
     measure_agreement: bool
@@ -367,8 +294,8 @@ class ScoringWrapper(PolicyWrapper):
             ValueError: a mask of another shape, or a batch that was sampled at another temperature, see
                 ``temperature``.
         """
-        batch = self._batch(td)
-        if self._width is not None and len(batch.ids) > 1:
+        batch, width = self._batch(td), row_width(self.pad_model_input)
+        if width is not None and len(batch.ids) > 1:
             return self._one_by_one(td, batch, router_logits, entropy, mask)
         wanted = batch.scored
         if mask is not None:
@@ -376,12 +303,20 @@ class ScoringWrapper(PolicyWrapper):
             wanted = wanted & mask.bool().to(wanted.device)
         # before any context is open: the first check runs the model
         self.scoring_model.check()
-        self._warn_of_sums()
+        summed = summed_again(self.scoring_model.language_model) if torch.is_grad_enabled() else ""
+        if summed and not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            warnings.warn(
+                f"{summed} has a gradient already, and transformers will sum it over tensor-parallel ranks once more "
+                "in the next backward pass: gradients of norms become too large. Run one backward pass for each step, "
+                "or keep these gradients aside in between.",
+                stacklevel=2,
+            )
         # lay the tokens out for the model, select what is scored, and run it under the routes
         layout = self._layout(batch)
         selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
-            if self._width is None:
+            if width is None:
                 log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
             else:  # by the head's own product, as an engine makes its logits
                 output, routers = self.scoring_model.run(layout.inputs, router_logits)
@@ -393,10 +328,6 @@ class ScoringWrapper(PolicyWrapper):
             None if spread is None else blank.masked_scatter(wanted, spread),
             self._router_logits(routers, layout) if router_logits else None,
         )
-
-    @property
-    def _width(self) -> int | None:
-        return row_width(self.pad_model_input)
 
     def _one_by_one(
         self, td: TensorDictBase, batch: ScoringBatch, router_logits: bool, entropy: bool, mask: Tensor | None
@@ -422,47 +353,46 @@ class ScoringWrapper(PolicyWrapper):
         """Return the tokens of ``td``; for chats and text, those already in it, otherwise those that they encode to."""
         if self.generate:
             raise no_distribution("this wrapper generates: get_new_version(generate=False) is one that scores")
-        tokens, mask = self.input_key, (self.masks_key, "all_attention_mask")
+        tokens = self.input_key
         if self.input_mode != "tokens":
             tokens = (self.tokens_key, "full")
             if samples_of(td, tokens) is None:
                 self._tokenize(td)
         elif samples_of(td, tokens) is None and (self.history_key, "full") in td.keys(True):
             raise KeyError(f"no {tokens!r}, and there are chats: input_mode='history', TorchRL's default, scores them")
-        masks = (mask, self.attention_mask_key)
-        found = next((key for key in masks if samples_of(td, key) is not None), None)
-        batch = read_batch(td, tokens, found or mask)
+        found = next((key for key in self._mask_keys if samples_of(td, key) is not None), None)
+        batch = read_batch(td, tokens, found or self._mask_keys[0])
         if found is None and self._pad is not None and not isinstance(td, LazyStackedTensorDict):
             batch = replace(batch, mask=without_pads(batch.ids, self._pad))
         return batch.to(computing_device(self.model))
 
     def _tokenize(self, td: TensorDictBase) -> None:
         """Write the tokens of chats or text into a batch ``[B]``, with the text that they were made from."""
-        encoded = encode(td, self)
-        refuse_other_tokens(td, self.tokens_key, encoded.ids)
+        encoded = encode(td.unbind(0), self)
+        ids = [one.ids for one in encoded]
+        refuse_other_tokens(td, self.tokens_key, ids)
         # the text, or the chat, stands beside the tokens that it became
-        read = td.get(self.input_key)
-        if self.input_mode == "history":
-            td.set(self.text_key, encoded.text_entry())
-            if self.input_key != (self.history_key, "full"):
-                td.set(self.history_key, lazy_stack([ChatHistory(full=one) for one in read.unbind(0)]))
-        elif self.input_key != (self.text_key, "full"):
-            td.set(self.text_key, encoded.text_entry())
+        chats = self.input_mode == "history"
+        if chats or self.input_key != (self.text_key, "full"):
+            td.set(self.text_key, lazy_stack([Text(full=one.text) for one in encoded]))
+        if chats and self.input_key != (self.history_key, "full"):
+            td.set(self.history_key, lazy_stack([ChatHistory(full=one.history) for one in encoded]))
         own = samples_of(td, (self.tokens_key, "full"))
         alike = own is not None and all(
-            row is not None and torch.equal(row.cpu(), ids) for row, ids in zip(own, encoded.ids, strict=True)
+            row is not None and torch.equal(row.cpu(), new) for row, new in zip(own, ids, strict=True)
         )
         if not alike:
-            td.set(self.tokens_key, token_entry(encoded.ids, None))
+            td.set(self.tokens_key, entry_of(Tokens, None, full=ids))
         # the mask of a rollout is of its own tokens, so it stays only with the same ones
-        assistant = encoded.assistant or (self._assistant(td) if alike else None)
-        td.set(self.masks_key, mask_entry([torch.ones_like(ids).bool() for ids in encoded.ids], assistant, False))
+        spoken = [one.assistant for one in encoded if one.assistant is not None]
+        assistant = {"all_assistant_mask": spoken} if spoken else (self._assistant(td) if alike else {})
+        td.set(self.masks_key, entry_of(Masks, None, all_attention_mask=[one.mask for one in encoded], **assistant))
 
-    def _assistant(self, td: TensorDictBase) -> list[Tensor] | None:
-        """Return the masks of the assistant's tokens, if all samples of a batch have one."""
+    def _assistant(self, td: TensorDictBase) -> dict[str, list[Tensor]]:
+        """Return the masks of the assistant's tokens, by their name, if all samples of a batch have one."""
         masks = samples_of(td, (self.masks_key, "all_assistant_mask"))
         rows = [] if masks is None else [row for row in masks if row is not None]
-        return rows if len(rows) == len(td) else None
+        return {"all_assistant_mask": rows} if len(rows) == len(td) else {}
 
     def _scored(self, td: TensorDictBase) -> TensorDictBase:
         """Score a batch ``[B]``, and return the entries to write; they replace old ones."""
@@ -474,22 +404,14 @@ class ScoringWrapper(PolicyWrapper):
         batch, log_probs = self._batch(td).to(device), log_probs.to(device)
         # given rows of equal length are not changed
         made = self.pad_output and (self.input_mode != "tokens" or len(set(batch.lengths)) > 1)
-        pad = (self._pad or 0) if self.pad_output else None
-        tokens = (self.tokens_key, "full")
-        if made or (self.input_mode == "tokens" and self.input_key != tokens):
-            td.set(self.tokens_key, token_entry(batch.split(batch.ids), pad))
-        if made or samples_of(td, (self.masks_key, "all_attention_mask")) is None:
-            assistant = self._assistant(td)
-            td.set(self.masks_key, mask_entry(batch.split(batch.mask), assistant, self.pad_output))
-        td.set(self.log_probs_key, log_prob_entry(batch, log_probs, self.pad_output))
+        pads = (self._pad or 0, False, 0.0) if self.pad_output else (None, None, None)
+        if made or (self.input_mode == "tokens" and self.input_key != (self.tokens_key, "full")):
+            td.set(self.tokens_key, entry_of(Tokens, pads[0], full=batch.split(batch.ids)))
+        if made or samples_of(td, self._mask_keys[0]) is None:
+            mask = batch.split(batch.mask)
+            td.set(self.masks_key, entry_of(Masks, pads[1], all_attention_mask=mask, **self._assistant(td)))
+        td.set(self.log_probs_key, entry_of(LogProbs, pads[2], full=batch.split(log_probs)))
         return td.select(*self.out_keys, strict=False)
-
-    def _logits(self, td: TensorDictBase) -> TensorDictBase:
-        """Return the ``"logits"`` of a batch ``[B]``."""
-        if self.input_mode != "tokens":
-            self._tokenize(td)
-        td.set("logits", self._token_logits(td, self._batch(td)))
-        return td.select("logits")
 
     # -- how it is scored -------------------------------------------------------------------------------------------
 
@@ -501,20 +423,10 @@ class ScoringWrapper(PolicyWrapper):
                 warnings.warn(UNSAID.format(unsaid), stacklevel=3)
         return read_sampling(td, batch, self.temperature)
 
-    def _warn_of_sums(self) -> None:
-        name = summed_again(self.scoring_model.language_model) if torch.is_grad_enabled() else ""
-        if name and not self._has_warned_of_sums:
-            self._has_warned_of_sums = True
-            warnings.warn(
-                f"{name} has a gradient already, and transformers will sum it over tensor-parallel ranks once more in "
-                "the next backward pass: gradients of norms become too large. Run one backward pass for each step, or "
-                "keep these gradients aside in between.",
-                stacklevel=3,
-            )
-
     def _layout(self, batch: ScoringBatch) -> Layout:
-        if self._width is not None:
-            return batch.padded(masked=False, width=self._width)
+        width = row_width(self.pad_model_input)
+        if width is not None:
+            return batch.padded(masked=False, width=width)
         masked = self.scoring_model.sees_pads  # first: under FSDP all ranks must run this test together
         if self.pad_model_input:
             return batch.padded(masked)
@@ -538,7 +450,11 @@ class ScoringWrapper(PolicyWrapper):
     def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
         """Make the forward pass inside follow the routes that ``replay`` selects; write what it did."""
         if self.router_replay is None or self.replay == "none":
-            self._warn_of_routes(td)
+            trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+            key = (self.routed_experts_key, "full")
+            if trains and not self._has_warned_of_routes and samples_of(td, key) is not None:
+                self._has_warned_of_routes = True
+                warnings.warn(UNUSED, stacklevel=4)  # the caller's line
             yield
         elif self.replay == "R2" and not torch.is_grad_enabled() and (self.rerecord or not has_recorded(td)):
             with self.router_replay.record() as recording:
@@ -546,18 +462,13 @@ class ScoringWrapper(PolicyWrapper):
             write_recorded(td, batch, layout.read(recording.routed_experts.flatten(0, 1)))
         else:
             # routes are laid out as the batch, and the model's input may be packed
-            routes = self._routes(td, batch)
+            tail = (self.router_replay.num_layers, self.router_replay.top_k)
+            name = self.routed_experts_key if self.replay == "R3" else RECORDED
+            routes = read_routes(td, (name, "full"), batch, tail, self.on_bad_routes, self.replay)
             packing = Packing(layout.index, (layout.shape[0], layout.shape[1]))
             with self.router_replay.replay(routes, batch.mask, self.measure_agreement, self.on_bad_routes, packing):
                 yield
             note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
-
-    def _warn_of_routes(self, td: TensorDictBase) -> None:
-        """Warn once that training does not use the experts that an engine has recorded."""
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        if trains and not self._has_warned_of_routes and samples_of(td, (self.routed_experts_key, "full")) is not None:
-            self._has_warned_of_routes = True
-            warnings.warn(UNUSED, stacklevel=5)  # the caller's line
 
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
         layout = self._layout(batch) if self.pad_model_input is False else batch.padded(self.scoring_model.sees_pads)
@@ -565,15 +476,6 @@ class ScoringWrapper(PolicyWrapper):
             output, _ = self.scoring_model.run(layout.inputs)
         sampled_from = self._sampled_from(td, batch)
         return sampled_from.truncate(align(layout.read(output.logits.flatten(0, 1)), sampled_from.temperatures), batch)
-
-    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        assert self.router_replay is not None
-        key = (self.routed_experts_key if self.replay == "R3" else RECORDED, "full")
-        tail = (self.router_replay.num_layers, self.router_replay.top_k)
-        routes = read_routes(td, key, batch, tail, self.on_bad_routes)
-        if routes is None:
-            raise no_routes("R3" if self.replay == "R3" else "R2", key)
-        return routes
 
     @cached_property
     def _router_layers(self) -> tuple[int, ...]:
@@ -597,17 +499,25 @@ class ScoringWrapper(PolicyWrapper):
 
     # -- get_dist and its masked variants, which TorchRL's stock losses call: they hold logits [B, T, V] ---------------
 
-    def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
-        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` selects."""
-        if mask_key is None:
-            return self._masked_dist(td, None)
-        mask = read_rows(td, mask_key, False, self._batch(td).lengths)
-        if mask is None:
-            raise missing(td, mask_key)
-        return self._masked_dist(td, mask)
-
-    def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:
+    def _dist(
+        self,
+        td: TensorDictBase,
+        mask_key: NestedKey | None,
+        logits_key: NestedKey,
+        padding_side: str,
+        mask: Tensor | None = None,
+    ) -> LLMMaskedCategorical:
+        """Return the dense distributions of all tokens, or of those that ``mask``, or the one at its key, selects."""
+        if padding_side != "left" or logits_key != "logits":
+            raise ValueError(
+                "distributions are padded on the left and made from 'logits', got "
+                f"padding_side={padding_side!r} and logits_key={logits_key!r}"
+            )
         batch = self._batch(td)
+        if mask_key is not None:
+            mask = read_rows(td, mask_key, False, batch.lengths)
+            if mask is None:
+                raise missing(td, mask_key)
         if mask is not None and mask.shape != batch.mask.shape:
             raise ValueError(f"the mask has shape {list(mask.shape)}, the padded tokens have {list(batch.mask.shape)}")
         keep = batch.scored if mask is None else mask.to(batch.mask.device).bool() & batch.scored
@@ -634,7 +544,6 @@ class ScoringWrapper(PolicyWrapper):
             KeyError: there is no mask at ``mask_key``.
             ValueError: another layout was requested.
         """
-        _check_dense(logits_key, padding_side)
         if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
             raise ValueError(
                 "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
@@ -642,7 +551,7 @@ class ScoringWrapper(PolicyWrapper):
             )
         if padding_value not in (None, 0.0) or layout not in (None, torch.strided):
             raise ValueError(f"pads are masked out and dense, got padding_value={padding_value}, layout={layout}")
-        return self._dist(tensordict, mask_key)
+        return self._dist(tensordict, mask_key, logits_key, padding_side)
 
     def _get_dist_with_prompt_mask(
         self,
@@ -658,14 +567,13 @@ class ScoringWrapper(PolicyWrapper):
         prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
         if prompts is None:
             return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
-        _check_dense(logits_key, padding_side)
         batch = self._batch(tensordict)
         rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
         mask = pad_left(rows, False)
         if attention_mask_key is not None:
             attended = read_rows(tensordict, attention_mask_key, False, batch.lengths)
             mask = mask if attended is None else mask & attended.bool().to(mask.device)
-        return self._masked_dist(tensordict, mask)
+        return self._dist(tensordict, None, logits_key, padding_side, mask)
 
     def _get_dist_with_assistant_mask(
         self,
@@ -674,8 +582,8 @@ class ScoringWrapper(PolicyWrapper):
         logits_key: NestedKey = "logits",
         padding_side: str = "left",
     ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
-        return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
+        key = assistant_mask_key or (self.masks_key, "all_assistant_mask")
+        return self._dist(tensordict, key, logits_key, padding_side)
 
     def _get_dist_with_attention_mask(
         self,
@@ -684,20 +592,9 @@ class ScoringWrapper(PolicyWrapper):
         logits_key: NestedKey = "logits",
         padding_side: str = "left",
     ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
-        return self._dist(tensordict, attention_mask_key)
+        return self._dist(tensordict, attention_mask_key, logits_key, padding_side)
 
     def _get_dist_with_custom_mask(
         self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
     ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
-        return self._masked_dist(tensordict, mask)
-
-
-def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
-    """Refuse options of TorchRL's masked distributions that are not supported here."""
-    if padding_side != "left" or logits_key != "logits":
-        raise ValueError(
-            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
-            f"logits_key={logits_key!r}"
-        )
+        return self._dist(tensordict, None, logits_key, padding_side, mask)

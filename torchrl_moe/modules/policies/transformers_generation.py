@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from torchrl_moe import _compat_transformers as _compat_generation
+from torchrl_moe._compat_transformers import sample_by, standard_names
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, name_kept
 from torchrl_moe.modules.policies.scoring import pad_left
 from torchrl_moe.modules.policies.scoring_model import unwrap
@@ -106,7 +106,7 @@ class GenerationSettings:
         {'temperature': 0.7, 'max_new_tokens': 8, 'do_sample': True}
         """
         # TorchRL's names first, then what is switched off, then what transformers must know
-        named = _compat_generation.standard_names(dict(generate_kwargs or {}))
+        named = standard_names(dict(generate_kwargs or {}))
         fields = {name: value for name, value in named.items() if value is not None and name not in OURS}
         for name, off in BEAMS.items():
             if fields.get(name) not in off:
@@ -127,13 +127,24 @@ class GenerationSettings:
         unknown = sorted(name for name in fields if not hasattr(GenerationConfig(), name))
         if unknown:
             raise ValueError(f"generate_kwargs has {unknown}, which transformers' GenerationConfig does not know")
-        return cls(named, _greedy_or_not(fields), samples, bool(skip))
+        # a temperature of 0 is greedy, and other settings imply sampling
+        temperature = fields.get("temperature")
+        if temperature == 0:
+            if fields.get("do_sample"):
+                raise ValueError("do_sample=True samples, and temperature=0 is greedy: pass one of them")
+            del fields["temperature"]
+            fields["do_sample"] = False
+        elif temperature is not None:
+            fields["temperature"] = max(temperature, LEAST_TEMPERATURE)
+        if any(name in fields for name in ("temperature", *KEEPS_ALL)):
+            fields.setdefault("do_sample", True)
+        return cls(named, fields, samples, bool(skip))
 
     def changed(self, generate_kwargs: Mapping[str, object]) -> GenerationSettings:
         """Return the settings as the ``generate_kwargs`` of one call change them."""
         if not generate_kwargs:
             return self
-        changes = _compat_generation.standard_names(dict(generate_kwargs))
+        changes = standard_names(dict(generate_kwargs))
         before = dict(self.named)
         if "do_sample" in changes or changes.get("temperature") is not None:
             # only one of the two decides whether to be greedy
@@ -160,19 +171,6 @@ class GenerationSettings:
             )
         config.return_dict_in_generate = config.output_scores = config.output_logits = False
         return config
-
-
-def _greedy_or_not(fields: dict[str, Any]) -> dict[str, Any]:
-    """Set ``do_sample`` where other settings imply it."""
-    temperature = fields.get("temperature")
-    if temperature == 0:
-        if fields.get("do_sample"):
-            raise ValueError("do_sample=True samples, and temperature=0 is greedy: pass one of them")
-        return {**{name: value for name, value in fields.items() if name != "temperature"}, "do_sample": False}
-    if temperature is not None:
-        fields = {**fields, "temperature": max(temperature, LEAST_TEMPERATURE)}
-    asks = any(name in fields for name in ("temperature", *KEEPS_ALL))
-    return {**fields, "do_sample": True} if asks and "do_sample" not in fields else fields
 
 
 def temperature_of(config: GenerationConfig) -> float:
@@ -239,22 +237,47 @@ def generate_answers(
             custom_generate=draws.run,
             stopping_criteria=ends,
         )
-    draws.close(sequences)
-    # steps become one answer each, without the prompt's padding
-    routes = None if steps is None else _joined(steps)
-    return [
-        Completion(
-            request_id=str(i),
-            prompt=None,
-            prompt_token_ids=np.asarray(ids, np.int64),
-            num_cached_tokens=0,
-            outputs=[
-                draws.output(row - i * samples, row, sequences, len(ids), routes)
-                for row in range(i * samples, (i + 1) * samples)
-            ],
+    routes, values = None, torch.stack(draws.log_probs, 1) if log_probs else None  # [N, G]
+    if steps is not None:  # int16 [N, T, L, K]: a token's row is that of when it was first fed
+        parts: list[Tensor] = []
+        count = 0
+        for step in steps:
+            found = step.routed_experts.cpu()
+            again = count if found.shape[1] > count else 0  # without a cache, all are fed again
+            parts.append(found[:, again:])
+            count += found.shape[1] - again
+        routes = torch.cat(parts, 1)
+    # one answer each, without the prompt's padding, and without the rows of padding after it
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    answers = []
+    for i, prompt in enumerate(prompts):
+        outputs = []
+        for row in range(i * samples, (i + 1) * samples):
+            count = int(draws.lengths[row])
+            chosen = sequences[row, draws.width : draws.width + count].cpu().numpy()
+            fed = slice(draws.width - len(prompt), draws.width + count - 1)  # the last token is never fed
+            outputs.append(
+                CompletionOutput(
+                    index=row - i * samples,
+                    token_ids=chosen,
+                    text="",
+                    finish_reason="stop" if chosen[-1] in stops or count < draws.most else "length",
+                    policy_versions=np.full(count, -1, np.int32),
+                    logprobs=None if values is None else values[row, :count].numpy(),
+                    routed_experts=None if routes is None else routes[row, fed].numpy(),
+                    kept=KeptIds.of_masks([masks[row] for masks in draws.kept[:count]], count),
+                )
+            )
+        answers.append(
+            Completion(
+                request_id=str(i),
+                prompt=None,
+                prompt_token_ids=np.asarray(prompt, np.int64),
+                num_cached_tokens=0,
+                outputs=outputs,
+            )
         )
-        for i, ids in enumerate(prompts)
-    ]
+    return answers
 
 
 class _Draws:
@@ -268,7 +291,6 @@ class _Draws:
         self.most: float = 0  # tokens that an answer may have
         self.lengths = torch.zeros(rows, dtype=torch.long)  # of answers that have ended
         self.log_probs: list[Tensor] = []  # [N] each
-        self.values: Tensor | None = None  # [N, G], in the end
         self.kept: list[list[NDArray[np.int32]]] = []  # the masks of each step's tokens
         self._drawn_from: Tensor | None = None
 
@@ -278,11 +300,10 @@ class _Draws:
         self.most = (kwargs["stopping_criteria"].max_length or math.inf) - self.width
         kwargs["logits_processor"] = _Processors(kwargs["logits_processor"], self)
         kwargs["stopping_criteria"] = _Criteria(kwargs["stopping_criteria"], self)
-        return _compat_generation.sample_by(model, input_ids, **kwargs)
+        return sample_by(model, input_ids, **kwargs)
 
-    def note(self, input_ids: Tensor, logits: Tensor, processed: Tensor) -> None:
+    def note(self, logits: Tensor, processed: Tensor) -> None:
         """Record the distribution of the next token of each answer; both are ``[N, V]``."""
-        self.settle(input_ids)
         if self.wants_log_probs:
             kept = processed > float("-inf")  # the others were excluded
             moved = processed - logits / self.temperature  # a constant shift of a row changes nothing
@@ -296,44 +317,14 @@ class _Draws:
             self._drawn_from = processed.log_softmax(-1)
         self.kept.append(name_kept(processed))
 
-    def settle(self, input_ids: Tensor) -> None:
-        """Record the log-probs of the tokens that were sampled last, if they are still in ``input_ids``."""
-        column = self.width + len(self.log_probs)
-        if self._drawn_from is not None and column < input_ids.shape[1]:
-            chosen = input_ids[:, column, None]
-            self.log_probs.append(self._drawn_from.gather(-1, chosen)[:, 0].cpu())
-        self._drawn_from = None
-
-    def close(self, sequences: Tensor) -> None:
-        """Record the last step, when the loop has ended."""
-        self.settle(sequences)
-        if self.wants_log_probs:
-            self.values = torch.stack(self.log_probs, 1)
-
     def end(self, input_ids: Tensor, ended: Tensor) -> None:
-        """Record which answers end with the last token, bool ``[N]``; the rest of their rows is padding."""
+        """Record the log-probs of the tokens that were sampled last, and which answers end with them, bool ``[N]``."""
+        if self._drawn_from is not None:
+            self.log_probs.append(self._drawn_from.gather(-1, input_ids[:, -1:])[:, 0].cpu())
+            self._drawn_from = None
         # an answer that ended before goes on as padding
         first = ended.cpu() & (self.lengths == 0)
         self.lengths[first] = input_ids.shape[1] - self.width
-
-    def output(self, index: int, row: int, sequences: Tensor, prompt: int, routes: Tensor | None) -> CompletionOutput:
-        """Return one answer."""
-        count = int(self.lengths[row])
-        ids = sequences[row, self.width : self.width + count].cpu().numpy()
-        # rows of the prompt without its padding; the last token is never fed
-        fed = slice(self.width - prompt, self.width + count - 1)
-        ends = self.config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        return CompletionOutput(
-            index=index,
-            token_ids=ids,
-            text="",
-            finish_reason="stop" if ids[-1] in ends or count < self.most else "length",
-            policy_versions=np.full(count, -1, np.int32),
-            logprobs=None if self.values is None else self.values[row, :count].numpy(),
-            routed_experts=None if routes is None else routes[row, fed].numpy(),
-            kept=KeptIds.of_masks([masks[row] for masks in self.kept[:count]], count),
-        )
 
 
 class _Processors(LogitsProcessorList):
@@ -345,7 +336,7 @@ class _Processors(LogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         processed: Tensor = super().__call__(input_ids, scores.clone(), **kwargs)
-        self.draws.note(input_ids, scores, processed)
+        self.draws.note(scores, processed)
         return processed
 
 
@@ -388,15 +379,3 @@ def _recorded(model: PreTrainedModel, replay: RouterReplay) -> Iterator[list[Rec
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _joined(steps: Sequence[Recording]) -> Tensor:
-    """Return int16 ``[N, T, L, K]``, a row for each token when it was first fed: without a cache, all are fed again."""
-    parts: list[Tensor] = []
-    count = 0
-    for step in steps:
-        routes = step.routed_experts.cpu()
-        again = count if routes.shape[1] > count else 0
-        parts.append(routes[:, again:])
-        count += routes.shape[1] - again
-    return torch.cat(parts, 1)

@@ -9,25 +9,21 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
-from torch import Tensor, nn
+from torch import nn
 
 from torchrl_moe._compat_transformers import load_whole, one_shape_of_experts
-from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
-from torchrl_moe.data.segments import first_writer_wins
+from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.prompts import WrapperOptions
+from torchrl_moe.modules.policies.prompts import check_arguments
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     answer_tensordict,
     check_prompts,
     flat_samples,
-    repeated,
     stack_answers,
 )
 from torchrl_moe.modules.policies.scoring import RECORDED, row_width
@@ -52,81 +48,13 @@ OF_ENGINES = ("policy_versions", "policy_version", "num_segments", "resume", "fi
 """Entries of an engine's answers that a model's own answers do not have."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransformersOptions(WrapperOptions):
-    """The arguments of :class:`TransformersWrapper`, as they were given, or :meth:`completed`."""
-
-    model: nn.Module | str | os.PathLike[str]
-    measure_agreement: bool
-    on_bad_routes: OnBadRoutes
-    rerecord: bool
-    router_replay: RouterReplay | None
-
-    def completed(self) -> TransformersOptions:
-        """Return the options with the defaults of ``input_mode`` and ``generate`` filled in.
-
-        A chat template, or ``generate=True`` alone, implies chats. Otherwise tokens are read, which a rollout's routes
-        belong to. Chats and text are used for generation, tokens for scoring.
-        """
-        mode = self.input_mode
-        if mode is None:
-            mode = "history" if self.chat_template or self.chat_template_name or self.generate else "tokens"
-        if self.generate is None and mode == "tokens":
-            for name in ("num_samples", "generate_kwargs"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
-                    )
-        return replace(
-            self, input_mode=mode, generate=mode != "tokens" if self.generate is None else bool(self.generate)
-        )
-
-    def check(self) -> None:
-        """Refuse invalid values, before a model is loaded."""
-        self.check_common("pass one batch")
-        allowed: dict[str, tuple[object, ...]] = {
-            "replay": (None, "R3", "R2", "none"),
-            "on_bad_routes": ON_BAD_ROUTES,
-            "inplace": (None, True, False, "empty"),
-            "layout": (None, torch.strided, torch.jagged),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
-        width = row_width(self.pad_model_input)
-        if width is not None and not (isinstance(width, int) and width >= 1):
-            raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
-        for name in OF_SCORING if self.generate else ():
-            if getattr(self, name) not in (None, "none"):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for scoring, generate=False. Sampling is set by "
-                    "generate_kwargs, prompts are padded on the left, and the model's own routes are recorded"
-                )
-
-    def replay_of(self, model: nn.Module) -> str:
-        """Return which experts a scorer follows: as passed, else the engine's, for tokens of a model with routers.
-
-        Whether a model has routers is read from its config.
-        """
-        if self.replay is not None:
-            return self.replay
-        follows = not self.generate and self.input_mode == "tokens" and has_experts(model)
-        return "R3" if follows else "none"
-
-    def recorder_of(self, model: nn.Module) -> RouterReplay | None:
-        """Return what records the experts of an answer; ``None`` if no routes are written."""
-        if not self.generate or self.return_routed_experts is False:
-            return None
-        if not has_experts(model):
-            if self.return_routed_experts:
-                raise ValueError(f"return_routed_experts=True, and {type(model).__name__} has no experts by its config")
-            return None
-        try:
-            return self.router_replay or RouterReplay.of(model)
-        except UnsupportedRouterError as error:
-            raise UnsupportedRouterError(
-                f"{error}. To generate without routes, pass return_routed_experts=False"
-            ) from error
+ALLOWED: Mapping[str, tuple[object, ...]] = {
+    "replay": (None, "R3", "R2", "none"),
+    "on_bad_routes": ON_BAD_ROUTES,
+    "inplace": (None, True, False, "empty"),
+    "layout": (None, torch.strided, torch.jagged),
+}
+"""Values of arguments."""
 
 
 def model_of(
@@ -247,8 +175,6 @@ class TransformersWrapper(ScoringWrapper):
         policy = actor.get_new_version(generate=True, input_mode="history", generate_kwargs={"temperature": 1.0})
     """
 
-    _options: TransformersOptions
-
     def __init__(
         self,
         model: nn.Module | str | os.PathLike[str],
@@ -289,69 +215,83 @@ class TransformersWrapper(ScoringWrapper):
         routed_experts_key: str = "routed_experts",
         return_routed_experts: bool | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        options = TransformersOptions(
-            model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
-            attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
-            tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
-            device=device, layout=layout, num_samples=num_samples, chat_template_name=chat_template_name,
-            chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, return_log_probs=return_log_probs,
-            history_key=history_key, text_key=text_key, tokens_key=tokens_key, masks_key=masks_key,
-            log_probs_key=log_probs_key, batching=batching, min_batch_size=min_batch_size,
-            max_batch_size=max_batch_size, batching_timeout=batching_timeout, prefer_tokens=prefer_tokens,
-            replay=replay, temperature=temperature, measure_agreement=measure_agreement, on_bad_routes=on_bad_routes,
-            rerecord=rerecord, router_replay=router_replay, routed_experts_key=routed_experts_key,
-            return_routed_experts=return_routed_experts,
-        ).completed()  # fmt: skip
-        options.check()
+        # a chat template, or generate=True alone, implies chats; otherwise tokens are read, which routes belong to
+        if input_mode is None:
+            input_mode = "history" if chat_template or chat_template_name or generate else "tokens"
+        # chats and text are used for generation, tokens for scoring
+        if generate is None and input_mode == "tokens":
+            for name in ("num_samples", "generate_kwargs"):
+                if given[name]:
+                    raise ValueError(
+                        f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
+                    )
+        generate = input_mode != "tokens" if generate is None else bool(generate)
+        given |= {"input_mode": input_mode, "generate": generate}
+        # bad arguments are refused before a model is loaded
+        check_arguments(given, "pass one batch")
+        for name, values in ALLOWED.items():
+            if given[name] not in values:
+                raise ValueError(f"{name} must be one of {values}, got {given[name]!r}")
+        width = row_width(pad_model_input)
+        if width is not None and not (isinstance(width, int) and width >= 1):
+            raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
+        for name in OF_SCORING if generate else ():
+            if given[name] not in (None, "none"):
+                raise ValueError(
+                    f"{name}={given[name]!r} is for scoring, generate=False. Sampling is set by generate_kwargs, "
+                    "prompts are padded on the left, and the model's own routes are recorded"
+                )
+        # one answer to a prompt has the prompt's own batch size
         self.settings = GenerationSettings.of(generate_kwargs)
-        self.num_samples = self._samples(options)
+        count = self.settings.samples
+        if num_samples is not None and "num_return_sequences" in self.settings.named and num_samples != count:
+            raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['num_return_sequences']={count}")
+        self.num_samples = (num_samples or (count if count > 1 else None)) if generate else None
         if self.num_samples is not None and inplace in (True, "empty"):
             raise ValueError(f"inplace must be False (or None) when generating more than one sample, got {inplace!r}")
         self.inplace = (self.num_samples is None) if inplace is None else inplace
-        self._set_model(options)
-        self._set_keys(options)
-
-    def _samples(self, options: TransformersOptions) -> int | None:
-        """Return the number of answers per prompt; ``None`` for one, which has the prompt's own batch size."""
-        given, also = options.num_samples, self.settings.samples
-        if given is not None and "num_return_sequences" in self.settings.named and given != also:
-            raise ValueError(f"num_samples={given} differs from generate_kwargs['num_return_sequences']={also}")
-        return (given or (also if also > 1 else None)) if options.generate else None
-
-    def _set_model(self, options: TransformersOptions) -> None:
-        """Set the model and how it runs; keep the arguments for a new version, which shares the model."""
-        generate = bool(options.generate)
-        self.model = model_of(options.model, options.device, generate)
-        self.tokenizer = tokenizer_of(options.tokenizer, options.model, self.model, options.input_mode)
+        # the model, which a new version shares
+        self.model = model_of(model, device, generate)
+        self.tokenizer = tokenizer_of(tokenizer, model, self.model, input_mode)
         check_vocabulary(self.tokenizer, self.model)
-        self.replay = options.replay_of(self.model)
+        if replay is None:
+            replay = "R3" if not generate and input_mode == "tokens" and has_experts(self.model) else "none"
+        self.replay = replay
         # an answer's routes are recorded, those of scores are replayed: both by the one RouterReplay of a model
-        recorder = options.recorder_of(self.model)
-        self.return_routed_experts = recorder is not None
-        self.router_replay = recorder or options.router_replay
-        if self.replay != "none" and self.router_replay is None:
-            self.router_replay = RouterReplay.of(self.model)
+        self.router_replay, self.return_routed_experts = router_replay, False
+        if generate and return_routed_experts is not False:
+            self.return_routed_experts = has_experts(self.model)
+            if return_routed_experts and not self.return_routed_experts:
+                kind = type(self.model).__name__
+                raise ValueError(f"return_routed_experts=True, and {kind} has no experts by its config")
+        if self.router_replay is None and (self.return_routed_experts or self.replay != "none"):
+            try:
+                self.router_replay = RouterReplay.of(self.model)
+            except UnsupportedRouterError as error:
+                if not self.return_routed_experts:
+                    raise
+                raise UnsupportedRouterError(
+                    f"{error}. To generate without routes, pass return_routed_experts=False"
+                ) from error
         self.scoring_model = ScoringModel(self.model)
-        if row_width(options.pad_model_input) is not None and has_experts(self.model):
+        if width is not None and has_experts(self.model):
             one_shape_of_experts(self.scoring_model.language_model)
-        for name in ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord"):
-            setattr(self, name, getattr(options, name))
-        self.return_log_probs = not generate or options.return_log_probs is not False
-        self.layout = torch.strided if options.layout is None and not options.pad_output else options.layout
-        self._set_options(
-            replace(options, model=self.model, tokenizer=self.tokenizer, router_replay=self.router_replay)
+        self.temperature, self.pad_model_input, self.measure_agreement = temperature, pad_model_input, measure_agreement
+        self.on_bad_routes, self.rerecord = on_bad_routes, rerecord
+        self.return_log_probs = not generate or return_log_probs is not False
+        self.layout = torch.strided if layout is None and not pad_output else layout
+        self._set_arguments(
+            {**given, "model": self.model, "tokenizer": self.tokenizer, "router_replay": self.router_replay}
         )
-
-    def _set_keys(self, options: TransformersOptions) -> None:
-        """Set all keys, and which entries are read and written."""
-        first = self.tokens_key if self.input_mode == "tokens" else self.input_mode
-        self._set_common_keys(options.input_key or (first, "prompt" if self.generate else "full"))
-        self.in_keys = [self.input_key, *([(self.routed_experts_key, "full")] if self.replay == "R3" else [])]
+        # the keys
+        first = self.tokens_key if input_mode == "tokens" else input_mode
+        self._set_keys(input_key or (first, "prompt" if generate else "full"))
         self.out_keys += ["routing"] if self.replay != "none" else []
         self.out_keys += [RECORDED] if self.replay == "R2" else []
         self.generate_kwargs = {**self.settings.named}
-        if self.generate:
+        if generate:
             self.generate_kwargs["num_return_sequences"] = self.num_samples or 1
             self.out_keys += [self.routed_experts_key] if self.return_routed_experts else []
             config = self.settings.config(self.model)
@@ -371,11 +311,11 @@ class TransformersWrapper(ScoringWrapper):
         # arguments that mean nothing to the new version are not passed on
         same = kwargs.get("model", self.model) is self.model
         reset = [*(OF_SCORING if kwargs.get("generate", self.generate) else ()), *([] if same else ["router_replay"])]
-        new = type(self)(**self._options.changed(kwargs, reset))
+        new = type(self)(**self._changed(kwargs, reset))
         if same:
             new.scoring_model = self.scoring_model
             # a model has one RouterReplay, whichever version made it
-            self._options = replace(self._options, router_replay=new.router_replay)
+            self._arguments["router_replay"] = new.router_replay
         return new
 
     def reference(
@@ -439,7 +379,13 @@ class TransformersWrapper(ScoringWrapper):
             raise TypeError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
         # scoring takes one batch dimension; any other is restored afterwards
         flat = tensordict if tensordict.ndim == 1 else lazy_stack(flat_samples(tensordict))
-        written = self._logits(flat.copy()) if logits_only else self._scored(flat.copy())
+        flat = flat.copy()
+        if logits_only:
+            if self.input_mode != "tokens":
+                self._tokenize(flat)
+            written = flat.set("logits", self._token_logits(flat, self._batch(flat))).select("logits")
+        else:
+            written = self._scored(flat)
         if tensordict.ndim != 1:
             written = stack_answers(written.unbind(0), tensordict.batch_size)
         return self._write(tensordict, tensordict_out, written)
@@ -463,6 +409,7 @@ class TransformersWrapper(ScoringWrapper):
         count = self.num_samples or 1
         if settings.samples not in (1, count):
             raise ValueError(f"num_return_sequences={settings.samples} differs from num_samples={count}")
+        recorder = self.router_replay if self.return_routed_experts else None
         config = settings.config(self.model)
         if config.pad_token_id is None:
             config.pad_token_id = self._pad or 0
@@ -475,36 +422,21 @@ class TransformersWrapper(ScoringWrapper):
             config,
             count,
             log_probs=self.keys.log_probs is not None,
-            replay=self.router_replay if self.return_routed_experts else None,
+            replay=recorder,
             tokenizer=self.tokenizer,
         )
         found = []
         for i, completion in enumerate(completions):
             for output in completion.outputs:
-                found.append(self._answer(completion, output, params, samples[i]))
+                routes = None
+                if recorder is not None and output.routed_experts is not None:
+                    fed = torch.from_numpy(output.routed_experts)
+                    routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
+                    routes = routes.to(torch.int8 if recorder.num_experts <= 128 else torch.int16)
+                answer = answer_tensordict(completion, output, None, self.keys, params, samples[i], routes)
+                found.append(answer.exclude(*OF_ENGINES))
                 self._add_text(found[-1], prompts, i, settings.skip_special_tokens)
         if all(float(one[SAMPLING, "temperature"]) == 1 and "kept" not in one[SAMPLING] for one in found):
             for one in found:
                 del one[SAMPLING]  # temperature 1 over the whole vocabulary is the meaning of a missing entry
         return found
-
-    def _answer(
-        self, completion: Completion, output: CompletionOutput, params: Mapping[str, Any], sample: TensorDictBase
-    ) -> TensorDictBase:
-        answer = answer_tensordict(completion, output, None, self.keys, params, sample).exclude(*OF_ENGINES)
-        if self.keys.routed_experts is not None:
-            answer[self.keys.routed_experts] = self._routes_of(output, sample, answer[self.keys.tokens, "prompt"])
-        return answer
-
-    def _routes_of(self, output: CompletionOutput, sample: TensorDictBase, prompt: Tensor) -> RoutedExperts:
-        assert output.routed_experts is not None
-        assert self.router_replay is not None
-        fed = torch.from_numpy(output.routed_experts)
-        routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
-        routes = routes.to(torch.int8 if self.router_replay.num_experts <= 128 else torch.int16)
-        # rows of an earlier turn stay: its answer was sampled with them
-        real = repeated(sample, prompt, self.keys)
-        known = sample.get((self.routed_experts_key, "full"), None)
-        if real is not None and known is not None and len(known) == len(real):
-            routes = first_writer_wins(known[real].to(routes), routes)
-        return RoutedExperts(full=routes)

@@ -223,6 +223,8 @@ class ModelWeights:
     """
 
     def __init__(self, model: nn.Module, also: Iterable[str] = ()) -> None:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
         bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._base = base_model(bare)
         if not hasattr(self._base, "config") and any(hasattr(part, "config") for part in self._base.modules()):
@@ -233,23 +235,26 @@ class ModelWeights:
         self._lora = LoraLayers(self._base) if has_adapters(bare) else None
         # which tensors are sent: tied ones once, under the name that files have
         state = self._state(keep_vars=True)
-        kept = _untied(state, self._base)
-        self._twins = _twins(state, kept)
-        ties = [name for name in also if name in self._twins]
-        self._slices: dict[str, list[Slice]] = {}  # by the key that they are slices of
+        local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
+        untied: Mapping[str, object] = remove_tied_weights_from_state_dict(local, self._base)
+        kept = {name: state[name] for name in state if name in untied}
+        owners = {id(state[name]): name for name in kept}
+        tied = {name: id(tensor) for name, tensor in state.items() if name not in kept}
+        self._twins = {name: owners[tensor] for name, tensor in tied.items() if tensor in owners}  # -> the name kept
         # where each of them lies in the model's own tensors
-        layout = _layout(self._base, kept)
+        slices, self._converted, kinds = _layout(self._base, kept)
         # tied names are slices of the kept one, so all ranks gather the same tensors, whichever asks for more names
-        for piece in (*layout.slices, *(_whole_slice(name, self._twins[name], state[name]) for name in ties)):
+        slices += [_whole_slice(name, self._twins[name], state[name]) for name in also if name in self._twins]
+        self._slices: dict[str, list[Slice]] = {}  # by the key that they are slices of
+        for piece in slices:
             self._slices.setdefault(piece.key, []).append(piece)
-        self._converted = layout.converted
         self._own: dict[str, TensorKind] = {key: (state[key].dtype, state[key].shape) for key in self.keys}
         self.kinds: dict[str, TensorKind] = {
             piece.name: (state[key].dtype, torch.Size(piece.shape))
             for key, pieces in self._slices.items()
             for piece in pieces
         }
-        self.kinds |= {name: layout.kinds[name] for name in layout.kinds if name not in self.kinds}
+        self.kinds |= {name: kind for name, kind in kinds.items() if name not in self.kinds}
         self._views: dict[str, tuple[int, list[tuple[str, Tensor]]]] = {}
         self._check_adapters()
 
@@ -289,7 +294,11 @@ class ModelWeights:
             if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
                 raise ManifestMismatch(f"{key} is {tensor.dtype}, {whose} {dtype}")
         for name, key in self._twins.items():
-            if given is not None and name in given and not _alike(given[name], given[key]):
+            if given is None or name not in given:
+                continue
+            check_dense("a tied weight", given[name])
+            one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (given[name], given[key]))
+            if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
                 raise ManifestMismatch(
                     f"{name} and {key} are one weight in the registered model, and came with different values"
                 )
@@ -322,34 +331,30 @@ class ModelWeights:
         source = self._state() if state is None else state
         for key, dtype in zip(self._slices, chain(dtypes, repeat(None)), strict=False):
             tensor = source[key].detach()
-            if own and self._has_views(key, tensor):
-                yield from self._views_of(key, tensor)
-            else:
+            # views hold a tensor's memory, so they are not kept of one on a GPU, which the model may leave
+            as_it_is = tensor.is_contiguous() and not hasattr(tensor, "full_tensor") and tensor.device.type == "cpu"
+            stays = own and as_it_is and not (self._lora is not None and key in self._lora)
+            if not stays:
                 self._views.pop(key, None)
                 yield from self._cut(key, self._complete(key, tensor, own, dtype))
+                continue
+            pointer, views = self._views.get(key, (0, []))
+            if pointer != tensor.data_ptr() or not views:
+                views = self._cut(key, tensor)
+                self._views[key] = tensor.data_ptr(), views
+            yield from views
         for keys in self._converted:
             tensors = {key: self._complete(key, source[key].detach(), own) for key in keys}
             yield from _convert(self._base, tensors).items()
-
-    def _has_views(self, key: str, tensor: Tensor) -> bool:
-        """Whether views of a tensor are kept. They hold its memory, so not of a GPU, which the model may leave."""
-        as_it_is = tensor.is_contiguous() and not hasattr(tensor, "full_tensor")
-        return as_it_is and tensor.device.type == "cpu" and not (self._lora is not None and key in self._lora)
 
     def _complete(self, key: str, tensor: Tensor, own: bool, dtype: torch.dtype | None = None) -> Tensor:
         if own and self._lora is not None and key in self._lora:
             return self._lora.merged(key, whole(tensor))
         return whole(tensor, dtype)
 
-    def _views_of(self, key: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        pointer, views = self._views.get(key, (0, []))
-        if pointer != tensor.data_ptr() or not views:
-            self._views[key] = tensor.data_ptr(), list(self._cut(key, tensor))
-        return self._views[key][1]
-
-    def _cut(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _cut(self, key: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         tensor = tensor.contiguous()
-        return ((piece.name, piece.of(tensor)) for piece in self._slices[key])
+        return [(piece.name, piece.of(tensor)) for piece in self._slices[key]]
 
     def _state(self, keep_vars: bool = False) -> dict[str, Tensor]:
         state = self._base.state_dict(keep_vars=keep_vars)
@@ -399,41 +404,14 @@ def check_dense(name: object, value: object) -> None:
         )
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    check_dense("a tied weight", one)
-    one, other = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (one, other))
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
-
-
 # -- where the tensors lie --------------------------------------------------------------------------------------------
 
 
-def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict without tied names, as in the model's own files."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> tuple[list[Slice], list[list[str]], dict[str, TensorKind]]:
+    """Find the position of each checkpoint tensor: renamed tensors first, then stacked ones, a layer at a time.
 
-    local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
-    kept: Mapping[str, object] = remove_tied_weights_from_state_dict(local, base)
-    return {name: state[name] for name in state if name in kept}
-
-
-def _twins(state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return tied parameter name -> the name that is kept."""
-    owners = {id(state[name]): name for name in kept}
-    return {name: owners[id(tensor)] for name, tensor in state.items() if name not in kept and id(tensor) in owners}
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a model becomes a checkpoint: slices, groups of keys that are converted together, and the resulting kinds."""
-
-    slices: list[Slice]
-    converted: list[list[str]]
-    kinds: dict[str, TensorKind]
-
-
-def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
-    """Find the position of each checkpoint tensor: renamed tensors first, then stacked ones, a layer at a time."""
+    Return the slices, groups of keys that are converted together instead, and the kinds of what results.
+    """
     hollow = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()}
     owners = {id(tensor): key for key, tensor in hollow.items()}
     # names and shapes of the checkpoint, without computing anything
@@ -468,7 +446,7 @@ def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
         )
     order = {key: position for position, key in enumerate(state)}
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in wanted.items()}
-    return _Layout(sorted(found, key=lambda piece: order[piece.key]), converted, kinds)
+    return sorted(found, key=lambda piece: order[piece.key]), converted, kinds
 
 
 def _convert(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

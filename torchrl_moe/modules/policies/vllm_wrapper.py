@@ -20,11 +20,13 @@ from tensordict import (
     NonTensorData,
     NonTensorStack,
     TensorClass,
+    TensorDict,
     TensorDictBase,
     lazy_stack,
     set_list_to_stack,
 )
 from torch import Tensor
+from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
 from torchrl_moe._compat_transformers import standard_names
@@ -32,7 +34,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
 from torchrl_moe.errors import EngineError, ReplayError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.prompts import NAMES, PolicyWrapper, Prompts, WrapperOptions, no_distribution
+from torchrl_moe.modules.policies.prompts import PolicyWrapper, Prompts, check_arguments, no_distribution
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     RolloutKeys,
@@ -41,9 +43,9 @@ from torchrl_moe.modules.policies.rollout import (
     flat_samples,
     refuse_changed_values,
 )
-from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes
+from torchrl_moe.modules.policies.scoring import read_batch, read_routes
 from torchrl_moe.modules.policies.scoring_model import UNSAID, read_sampling, says_nothing
-from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, read_sequences, scored_tensordict
+from torchrl_moe.modules.policies.scoring_wrapper import read_sequences
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.requests import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
@@ -111,18 +113,6 @@ def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) ->
 
 
 # What a batch says about its requests besides their prompts: keys at its root, one value per sample, read if present.
-#
-# | key | a sample's value |
-# | --- | --- |
-# | ``"session_id"`` | text or a number, the same for all turns of a rollout |
-# | ``"group_id"`` | text or a number, the same for answers that belong together: they come from one weight version |
-# | ``"priority"`` | int; lower is earlier |
-# | ``"min_version"`` | int: the oldest acceptable weight version |
-# | ``"request_context"`` | a mapping, for your own balancing strategy |
-#
-# In a batch ``[B]`` numbers are an int tensor ``[B]`` or ``[B, 1]``; text, and anything else, is a list or a
-# ``NonTensorStack`` of ``B`` entries, or one ``NonTensorData`` for all. A context may also be a TensorDict in the
-# batch. A sample of a lazy stack may lack the key. Unset are ``None`` and, for all but the priority, the number -1.
 
 
 UNSET = -1
@@ -174,43 +164,6 @@ def _plain(value: object, key: str, sample: int) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def split_arguments(
-    generate_kwargs: dict[str, object] | None, **arguments: object
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the engine's arguments, including those in ``generate_kwargs``, and the remaining sampling settings."""
-    given, sampling = engine_arguments_of(generate_kwargs)
-    if twice := sorted(name for name in given if arguments.get(name) is not None):
-        raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
-    return {**arguments, **given}, sampling
-
-
-def sampling_parameters_of(
-    generate_kwargs: dict[str, object], num_samples: int | None, log_probs: bool
-) -> SamplingParameters:
-    """Return a wrapper's sampling parameters."""
-    params = sampling_params_of(generate_kwargs)
-    if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
-        raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
-    if log_probs:
-        params.setdefault("logprobs", 0)
-    params.setdefault("include_stop_str_in_output", True)
-    params.setdefault("skip_special_tokens", False)
-    return SamplingParameters(params)
-
-
-def engine_of(model: object) -> GenerationService:
-    """Return the engine; for a folder or a name, start an :class:`AsyncVLLM`."""
-    if isinstance(model, str | os.PathLike):
-        model = AsyncVLLM.from_pretrained(model)
-    if isinstance(model, GenerationService):
-        return model
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
-    raise TypeError(
-        f"model must be an AsyncVLLM, a folder or a hub name, got {name}. AsyncVLLM.from_pretrained(path, ...) takes "
-        "the arguments of a vllm.LLM or of TorchRL's engine; AsyncVLLM.connect(name) reaches an engine in Ray."
-    )
-
-
 def tokenizer_of(tokenizer: PreTrainedTokenizerBase | str | None, engine: GenerationService) -> Any:
     """Return the tokenizer: as given, by its name, or the engine's."""
     if tokenizer is None:
@@ -236,51 +189,8 @@ def tokenizer_of(tokenizer: PreTrainedTokenizerBase | str | None, engine: Genera
     return tokenizer
 
 
-def keeps_routes(wanted: bool | None, engine: GenerationService) -> bool:
-    """Whether routes are written: as passed; by default if the engine captures them."""
-    captured = engine.routing_layout is not None
-    if wanted and not captured:
-        raise ValueError(
-            "return_routed_experts=True, but the engine captures no routes: its model is dense, or it was started "
-            "with enable_return_routed_experts=False"
-        )
-    return captured if wanted is None else wanted
-
-
 OF_SCORING = ("replay", "temperature")
 OF_GENERATING = ("num_samples", "return_routed_experts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(WrapperOptions):
-    """The arguments of :class:`~torchrl_moe.modules.vLLMWrapper`, as they were given."""
-
-    model: GenerationService | str | os.PathLike[str]
-    timeout_seconds: float | None
-    use_tqdm: bool
-    actor_index: int | None
-    lora_request: LoRARequest | Mapping[str, object] | None
-
-    def check(self) -> None:
-        """Refuse invalid values, before an engine is started."""
-        if self.pad_model_input is not None:
-            raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
-        if self.layout not in (None, torch.strided):
-            raise ValueError(f"layout must be None or torch.strided, got {self.layout}")
-        if self.replay not in (None, "R3", "none"):
-            raise ValueError(f"replay must be 'R3' or 'none', got {self.replay!r}: an engine records no R2")
-        self.check_common("the engine batches the requests of all threads")
-        for name in OF_SCORING if self.generate else OF_GENERATING:
-            if getattr(self, name) is not None:
-                kind, now = ("scoring", "generate=False") if self.generate else ("generation", "generate=True")
-                raise ValueError(f"{name}={getattr(self, name)!r} is for {kind}: leave it out, or pass {now}")
-
-    def replay_on(self, engine: GenerationService) -> Literal["R3", "none"] | None:
-        """Return which experts a scorer follows: as passed, else the engine's, for tokens; ``None`` if it generates."""
-        if self.generate:
-            return None
-        follows = self.input_mode == "tokens" and engine.routing_layout is not None
-        return "R3" if self.replay == "R3" or (self.replay is None and follows) else "none"
 
 
 class _CompletionClass:
@@ -365,7 +275,6 @@ class vLLMWrapper(PolicyWrapper):
 
     CompletionOutput_tc = _CompletionClass()
 
-    _options: EngineOptions
     engine: GenerationService
 
     def __init__(
@@ -408,44 +317,69 @@ class vLLMWrapper(PolicyWrapper):
         replay: Literal["R3", "none"] | None = None,
         temperature: float | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        options = EngineOptions(
-            model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
-            attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
-            tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
-            device=device, layout=layout, num_samples=num_samples, chat_template_name=chat_template_name,
-            chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, return_log_probs=return_log_probs,
-            return_routed_experts=return_routed_experts, history_key=history_key, text_key=text_key,
-            tokens_key=tokens_key, masks_key=masks_key, log_probs_key=log_probs_key,
-            routed_experts_key=routed_experts_key, batching=batching, min_batch_size=min_batch_size,
-            max_batch_size=max_batch_size, batching_timeout=batching_timeout, prefer_tokens=prefer_tokens,
-            timeout_seconds=timeout_seconds, use_tqdm=use_tqdm, actor_index=actor_index, lora_request=lora_request,
-            replay=replay, temperature=temperature,
-        )  # fmt: skip
-        options.check()
-        # nothing is started before the arguments are known to be good; a new version shares the engine
-        self.model = self.engine = engine_of(model)
-        self.tokenizer = tokenizer_of(tokenizer, self.engine)
-        self._set_options(replace(options, model=self.engine))
+        # bad arguments are refused before an engine is started
+        if pad_model_input is not None:
+            raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
+        if layout not in (None, torch.strided):
+            raise ValueError(f"layout must be None or torch.strided, got {layout}")
+        if replay not in (None, "R3", "none"):
+            raise ValueError(f"replay must be 'R3' or 'none', got {replay!r}: an engine records no R2")
+        check_arguments(given, "the engine batches the requests of all threads")
+        for name in OF_SCORING if generate else OF_GENERATING:
+            if given[name] is not None:
+                kind, now = ("scoring", "generate=False") if generate else ("generation", "generate=True")
+                raise ValueError(f"{name}={given[name]!r} is for {kind}: leave it out, or pass {now}")
+        # a new version shares the engine and its tokenizer
+        if isinstance(model, str | os.PathLike):
+            model = AsyncVLLM.from_pretrained(model)
+        if not isinstance(model, GenerationService):
+            raise TypeError(
+                "model must be an AsyncVLLM, a folder or a hub name, got "
+                f"{type(model).__module__}.{type(model).__qualname__}. AsyncVLLM.from_pretrained(path, ...) takes the "
+                "arguments of a vllm.LLM or of TorchRL's engine; AsyncVLLM.connect(name) reaches an engine in Ray."
+            )
+        self.model = self.engine = model
+        self.tokenizer = tokenizer_of(tokenizer, model)
+        self._set_arguments({**given, "model": model})
         self.layout, self.timeout_seconds, self.use_tqdm = layout, timeout_seconds, use_tqdm
         self.return_log_probs = return_log_probs is not False
         self._device = None if device is None else torch.device(device)
-        self.return_routed_experts = keeps_routes(return_routed_experts, self.engine)
+        # routes are written, and followed by scores of tokens, if the engine captures them
+        captured = model.routing_layout is not None
+        if return_routed_experts and not captured:
+            raise ValueError(
+                "return_routed_experts=True, but the engine captures no routes: its model is dense, or it was started "
+                "with enable_return_routed_experts=False"
+            )
+        self.return_routed_experts = captured if return_routed_experts is None else return_routed_experts
+        self.replay, self.temperature = None, temperature
+        if not generate:
+            self.replay = replay or ("R3" if input_mode == "tokens" and captured else "none")
         # the arguments of the engine's generate() may also be among generate_kwargs
-        given = {"actor_index": actor_index, "lora_request": lora_request}
-        self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
-        self.replay, self.temperature = options.replay_on(self.engine), temperature
-        self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
+        asked, sampling = engine_arguments_of(generate_kwargs)
+        own = {"actor_index": actor_index, "lora_request": lora_request}
+        if twice := sorted(name for name in asked if own.get(name) is not None):
+            raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
+        self.engine_arguments = {**own, **asked}
+        params = sampling_params_of(sampling)
+        if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
+            raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
+        if self.return_log_probs:
+            params.setdefault("logprobs", 0)
+        params.setdefault("include_stop_str_in_output", True)
+        params.setdefault("skip_special_tokens", False)
+        self.sampling_params = SamplingParameters(params)
         # several answers to a prompt have another batch size than the input, so they cannot be written into it
-        asked = num_samples or self.sampling_params.get("n", 1)
-        self.num_samples = num_samples or (asked if asked > 1 and generate else None)
+        count = num_samples or params.get("n", 1)
+        self.num_samples = num_samples or (count if count > 1 and generate else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         if self.num_samples is not None and self.inplace is not False:
             raise ValueError(
                 f"inplace must be False (or None) when generating more than one sample, got inplace={inplace!r}"
             )
-        self._set_common_keys(input_key or (input_mode, "prompt" if generate else "full"))
-        self.in_keys = [self.input_key, *([(self.routed_experts_key, "full")] if self.replay == "R3" else [])]
+        self._set_keys(input_key or (input_mode, "prompt" if generate else "full"))
         routes = [] if self.keys.routed_experts is None else [self.keys.routed_experts]
         self.extra_keys = [*routes, *OURS] if generate else []
 
@@ -471,7 +405,7 @@ class vLLMWrapper(PolicyWrapper):
         """
         kind = kwargs.get("generate", self.generate) != self.generate
         of_one_kind = (*OF_GENERATING, *OF_SCORING, "return_log_probs")
-        return type(self)(**self._options.changed(kwargs, of_one_kind if kind else ()))
+        return type(self)(**self._changed(kwargs, of_one_kind if kind else ()))
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -512,10 +446,15 @@ class vLLMWrapper(PolicyWrapper):
             if generate_kwargs:
                 raise ValueError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
             return self._score(samples, tensordict, tensordict_out)
-        prompts, keys, params, given = self._asked(samples, return_routed_experts, generate_kwargs)
-        completions = self._generate(prompts.ids, params, keys, {**given, **request_arguments(samples)})
+        prompts, keys, common = self._asked(samples, return_routed_experts, generate_kwargs)
+        arguments = {**common, **request_arguments(samples)}
+        completions = self.engine.generate(prompt_token_ids=prompts.ids, use_tqdm=self.use_tqdm, **arguments)
+        assert isinstance(completions, list)  # a list of prompts was passed
+        if aborted := [completion.request_id for completion in completions if completion.aborted]:
+            message = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
+            raise EngineError(message, completions)
         answers = [
-            self._answer(SampleRequest(samples[i], prompts, i, keys, {"sampling_params": params}), completion, output)
+            self._answer(SampleRequest(samples[i], prompts, i, keys, common), completion, output)
             for i, completion in enumerate(completions)
             for output in completion.outputs
         ]
@@ -537,13 +476,7 @@ class vLLMWrapper(PolicyWrapper):
         if self.num_samples is not None:
             raise ValueError(f"requests() asks for one answer per sample, but num_samples={self.num_samples}")
         samples = flat_samples(tensordict)
-        prompts, keys, params, given = self._asked(samples, return_routed_experts, generate_kwargs)
-        common = {
-            **given,
-            "sampling_params": params,
-            "timeout_seconds": self.timeout_seconds,
-            "return_routed_experts": keys.routed_experts is not None,
-        }
+        prompts, keys, common = self._asked(samples, return_routed_experts, generate_kwargs)
         return [
             SampleRequest(
                 sample, prompts, i, keys, {**common, "prompt_token_ids": prompts.ids[i], **request_argument(sample)}
@@ -565,35 +498,14 @@ class vLLMWrapper(PolicyWrapper):
 
     def _asked(
         self, samples: Sequence[TensorDictBase], return_routed_experts: bool, generate_kwargs: Mapping[str, Any]
-    ) -> tuple[Prompts, RolloutKeys, dict[str, Any], dict[str, Any]]:
-        """Return prompts, keys, sampling parameters and engine arguments of one call."""
+    ) -> tuple[Prompts, RolloutKeys, dict[str, Any]]:
+        """Return prompts, keys, and what all requests of one call have in common, as arguments of the engine."""
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._prompts(samples)
-        given, sampling = engine_arguments_of(generate_kwargs)
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
-        # before anything is generated: an answer that cannot be joined to an earlier turn would be lost
-        check_prompts(prompts.ids, keys, params, samples)
-        return prompts, keys, params, {**self.engine_arguments, **given}
-
-    def _generate(
-        self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys, asked: dict[str, Any]
-    ) -> list[Completion]:
-        completions = self.engine.generate(
-            prompt_token_ids=ids,
-            sampling_params=params,
-            use_tqdm=self.use_tqdm,
-            timeout_seconds=self.timeout_seconds,
-            return_routed_experts=keys.routed_experts is not None,
-            **asked,
-        )
-        assert isinstance(completions, list)  # a list of prompts was passed
-        aborted = [completion.request_id for completion in completions if completion.aborted]
-        if aborted:
-            message = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
-            raise EngineError(message, completions)
-        return completions
-
-    def _params_of_call(self, params: dict[str, Any], keys: RolloutKeys) -> dict[str, Any]:
+        params, given = dict(self.sampling_params), self.engine_arguments
+        if generate_kwargs:
+            asked, sampling = engine_arguments_of(generate_kwargs)
+            params, given = overridden(params, sampling), {**given, **asked}
         if params.get("n", 1) != (self.num_samples or 1):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
         if keys.log_probs is not None and params.get("logprobs") is None:
@@ -604,7 +516,15 @@ class vLLMWrapper(PolicyWrapper):
             refuse_changed_values(params)
         # text is decoded here from the ids; the engine needs it only to find a stop string
         params.setdefault("detokenize", bool(params.get("stop")))
-        return params
+        # before anything is generated: an answer that cannot be joined to an earlier turn would be lost
+        check_prompts(prompts.ids, keys, params, samples)
+        common = {
+            **given,
+            "sampling_params": params,
+            "timeout_seconds": self.timeout_seconds,
+            "return_routed_experts": keys.routed_experts is not None,
+        }
+        return prompts, keys, common
 
     # -- scores, and where results are written ----------------------------------------------------------------------
 
@@ -620,82 +540,88 @@ class vLLMWrapper(PolicyWrapper):
         in the trainer.
         """
         sequences = read_sequences(samples, self)
-        rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
-        names = {name: getattr(self, f"{name}_key") for name in NAMES}
-        scores = self._scores(lazy_stack(rows))
-        answers = [scored_tensordict(one, row, names) for one, row in zip(sequences, scores, strict=True)]
-        out = self._stacked(answers, source.batch_size, None)
-        stays = self._stays(sequences) and target is None and self.inplace is True
-        if stays:  # other entries of the rollout have the layout of these tokens
-            masks = [sample.get((self.masks_key, "all_attention_mask"), None) for sample in samples]
-            out = out.exclude(self.tokens_key, *([] if any(mask is None for mask in masks) else [self.masks_key]))
-        return self._write(source, target, out, [self.log_probs_key] if stays else self.out_keys)
-
-    def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
-        """Return a sample with its sequence where :meth:`_scores` reads it, and the other entries that it reads."""
-        if sequence.text is None:
-            row = sample.copy()
-        else:
-            if sample.get((SAMPLING, "kept"), None) is not None:
+        # each sample with its sequence at input_key, and the other entries that are read
+        rows: list[TensorDictBase] = []
+        for i, (sample, sequence) in enumerate(zip(samples, sequences, strict=True)):
+            if sequence.text is not None and sample.get((SAMPLING, "kept"), None) is not None:
                 raise ValueError(
-                    f"sample {position} says which vocabulary entries each token was sampled from, and text may be "
-                    f"encoded to other tokens: score it with input_mode='tokens', or exclude {SAMPLING!r}"
+                    f"sample {i} says which vocabulary entries each token was sampled from, and text may be encoded to "
+                    f"other tokens: score it with input_mode='tokens', or exclude {SAMPLING!r}"
                 )
-            row = sample.select(SAMPLING, "min_version", strict=False).copy()
-        row.set(self.input_key, sequence.ids)
-        return row.set((self.masks_key, "all_attention_mask"), sequence.mask)
-
-    def _scores(self, td: TensorDictBase) -> list[Tensor]:
-        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
+            read = sample if sequence.text is None else sample.select(SAMPLING, "min_version", strict=False)
+            row = read.copy().set(self.input_key, sequence.ids)
+            rows.append(row.set((self.masks_key, "all_attention_mask"), sequence.mask))
+        td = lazy_stack(rows)
         # read what is scored, and how it was sampled
         batch = read_batch(td, self.input_key, (self.masks_key, "all_attention_mask"))
+        # an engine's own log-probs, wherever the scores are written
         if self.temperature is None and (unsaid := says_nothing(td, ("log_probs", "full"))) is not None:
-            warnings.warn(UNSAID.format(unsaid), stacklevel=3)
+            warnings.warn(UNSAID.format(unsaid), stacklevel=2)
         sampled_from = read_sampling(td, batch, self.temperature)
-        routes = self._routes(td, batch)
+        routes = None
+        if self.replay != "none":
+            layout = self.engine.routing_layout
+            if layout is None:
+                raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
+            tail = (layout.num_layers, layout.top_k)
+            routes = read_routes(td, (self.routed_experts_key, "full"), batch, tail, "raise")
         real = batch.split(batch.mask)
         if empty := [i for i, mask in enumerate(real) if not mask.any()]:
             raise ValueError(f"sample {empty[0]} has no tokens but pads")
-        rows = [] if routes is None else batch.split(routes)
         given: dict[str, Any] = {name: self.engine_arguments[name] for name in ("actor_index", "lora_request")}
+        kept = []
+        for one, mask in zip(sampled_from.kept, real, strict=True):
+            pair = None if one is None else select_rows(one.ids, one.sizes, mask)
+            kept.append(None if pair is None else KeptTokens(ids=pair[0], sizes=pair[1]))
         # pads stay here: the engine gets the real tokens of each sample
         scores = self.engine.score(
             [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
-            None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
+            None if routes is None else [one[mask] for one, mask in zip(batch.split(routes), real, strict=True)],
             temperature=sampled_from.temperatures.tolist(),
-            kept=[_of_tokens(kept, mask) for kept, mask in zip(sampled_from.kept, real, strict=True)],
+            kept=kept,
             min_version=request_arguments(td.unbind(0)).get("min_version"),
             timeout_seconds=self.timeout_seconds,
             use_tqdm=self.use_tqdm,
             **given,
         )
         assert isinstance(scores, list)  # a list of sequences was passed
-        return [_laid_out(one, mask) for one, mask in zip(scores, real, strict=True)]
-
-    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
-        if self.replay == "none":
-            return None
-        layout = self.engine.routing_layout
-        if layout is None:
-            raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
-        key, tail = (self.routed_experts_key, "full"), (layout.num_layers, layout.top_k)
-        routes = read_routes(td, key, batch, tail, "raise")
-        if routes is None:
-            raise no_routes("R3", key)
-        return routes
-
-    def _stays(self, sequences: Sequence[FullSequence]) -> bool:
-        """Whether the tokens that were read are those that would be written."""
-        if self.input_mode != "tokens" or self.input_key != (self.tokens_key, "full"):
-            return False
-        return not self.pad_output or len({len(one.ids) for one in sequences}) == 1
+        log_probs = [torch.zeros(len(mask)) for mask in real]  # 0 on pads and on first tokens
+        for row, of_sample, mask in zip(log_probs, scores, real, strict=True):
+            row[mask] = of_sample.nan_to_num(0.0)
+        answers = []
+        for sequence, of_tokens in zip(sequences, log_probs, strict=True):
+            masks = {"all_attention_mask": sequence.mask}
+            if sequence.assistant is not None:
+                masks["all_assistant_mask"] = sequence.assistant
+            answer = TensorDict(
+                {
+                    self.tokens_key: Tokens(full=sequence.ids, padded=False),
+                    self.masks_key: Masks(**masks, padded=False),
+                    self.log_probs_key: LogProbs(full=of_tokens, padded=False),
+                }
+            )
+            if sequence.text is not None:
+                answer.set(self.text_key, Text(full=sequence.text))
+            if sequence.history is not None:
+                answer.set(self.history_key, ChatHistory(full=sequence.history))
+            answers.append(answer)
+        out = self._stacked(answers, source.batch_size, None)
+        # tokens stay if those that were read are those that would be written
+        stays = self.input_mode == "tokens" and self.input_key == (self.tokens_key, "full")
+        stays = stays and (not self.pad_output or len({len(one.ids) for one in sequences}) == 1)
+        if not stays or target is not None or self.inplace is not True:
+            return self._write(source, target, out, self.out_keys)
+        # other entries of the rollout have the layout of these tokens
+        masked = all(sample.get((self.masks_key, "all_attention_mask"), None) is not None for sample in samples)
+        out = out.exclude(self.tokens_key, *([self.masks_key] if masked else []))
+        return self._write(source, None, out, [self.log_probs_key])
 
     def _write(
         self,
         source: TensorDictBase,
         target: TensorDictBase | None,
         out: TensorDictBase,
-        stale: Sequence[NestedKey] | None = None,
+        stale: Sequence[NestedKey] = (),
     ) -> TensorDictBase:
         """Put the output where it belongs."""
         out = out if self._device is None else out.to(self._device)
@@ -704,18 +630,5 @@ class vLLMWrapper(PolicyWrapper):
                 return out
             target = source.empty() if self.inplace == "empty" else source
         # entries of an earlier turn that this one does not write would be of other tokens
-        stale = [*self.out_keys, *self.extra_keys] if stale is None else stale
+        stale = stale or [*self.out_keys, *self.extra_keys]
         return target.exclude(*stale, inplace=True).update(out)
-
-
-def _of_tokens(kept: KeptTokens | None, mask: Tensor) -> KeptTokens | None:
-    if kept is None:
-        return None
-    ids, sizes = select_rows(kept.ids, kept.sizes, mask)
-    return KeptTokens(ids=ids, sizes=sizes)
-
-
-def _laid_out(scores: Tensor, mask: Tensor) -> Tensor:
-    row = torch.zeros(len(mask))
-    row[mask] = scores.nan_to_num(0.0)
-    return row

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,24 +42,9 @@ class Recording:
         return routes.view(*self.shape, self._num_layers, self._top_k)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerReport:
-    """What one layer did in one forward.
-
-    Rows replayed; rows on the live router; live rows of refused samples; replayed rows in which the live router agrees.
-    """
-
-    replayed: int
-    live: int
-    refused: int = 0
-    agreeing: Tensor | None = None
-
-    def to_dict(self) -> dict[str, float | None]:
-        """The entry of a layer in :meth:`RouterReplay.report`; waits for the device."""
-        agreement = None
-        if self.agreeing is not None and self.replayed:
-            agreement = int(self.agreeing) / self.replayed
-        return {"replayed": self.replayed, "live": self.live, "refused": self.refused, "agreement": agreement}
+LayerReport: TypeAlias = tuple[int, int, int, Tensor | None]
+"""What one layer did: rows replayed; rows on the live router; live rows of refused samples; replayed rows in which the
+live router agrees, if measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +115,10 @@ class Binding:
         """Return what each layer did; call :meth:`check_used` first."""
         if self.routes is None:
             assert self.recording is not None
-            return {layer: LayerReport(0, len(self.recording.by_layer[layer])) for layer in self.layers}
+            return {layer: (0, len(self.recording.by_layer[layer]), 0, None) for layer in self.layers}
         rows, refused = len(self.routes), self.refused_rows
         return {
-            i: LayerReport(done, rows - done, refused, self.agreeing.get(i))
+            i: (done, rows - done, refused, self.agreeing.get(i))
             for i, done in enumerate(self.replayed)
             if i in self.layers
         }
@@ -292,15 +278,8 @@ class ReplayState:
             self._layer.held = before
 
 
-# Keeping a binding for a checkpointed layer's second run, which happens in ``backward``.
-#
-# By then the context may be closed, or belong to another micro-batch. So the binding is captured in the layer's
-# forward, and restored only for its recompute::
-#
-#     with replay.replay(A): forward          layer captures A
-#     with replay.replay(B): forward          layer captures B
-#     loss_A.backward()                       recompute under A, although B was last
-#     loss_B.backward()                       recompute under B
+# Keeping a binding for a checkpointed layer's second run, which happens in ``backward``: it is captured in the layer's
+# forward, and restored only for its recompute.
 #
 # transformers runs a checkpointed layer through one of the attributes ``NAMES``, torch's ``checkpoint_wrapper``
 # through the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens.

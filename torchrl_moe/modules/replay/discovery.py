@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,10 +150,18 @@ def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
 def _running(model: nn.Module, stack: list[str]) -> Iterator[Counter[str]]:
     """Track the names of the running modules, innermost last, and count how often each of them runs."""
     runs: Counter[str] = Counter()
+
+    def begin(name: str, *_: object) -> None:
+        stack.append(name)
+        runs[name] += 1
+
+    def end(*_: object) -> None:
+        stack.pop()
+
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: _push(stack, runs, name)))
-        handles.append(module.register_forward_hook(lambda *_: _pop(stack), always_call=True))
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
+        handles.append(module.register_forward_hook(end, always_call=True))
     try:
         yield runs
     finally:
@@ -160,29 +169,18 @@ def _running(model: nn.Module, stack: list[str]) -> Iterator[Counter[str]]:
             handle.remove()
 
 
-def _push(stack: list[str], runs: Counter[str], name: str) -> None:
-    stack.append(name)
-    runs[name] += 1
-
-
-def _pop(stack: list[str]) -> None:
-    stack.pop()
-
-
 @contextmanager
 def arriving(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     """Collect the tensors that each layer's experts are called with."""
     arrived: dict[int, list[Tensor]] = {}
 
-    def keep(layer: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def keep(layer: int, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         arrived.setdefault(layer, []).extend(x.clone() for x in values)
 
     with ExitStack() as stack:
         for layer, _, module in _experts(model):
-            hook = module.register_forward_pre_hook(
-                lambda _, args, kwargs, layer=layer: keep(layer, args, kwargs), with_kwargs=True
-            )
+            hook = module.register_forward_pre_hook(partial(keep, layer), with_kwargs=True)
             stack.callback(hook.remove)
         yield arrived
 
@@ -208,8 +206,24 @@ class _Ranking:
 
 def discover(model: nn.Module) -> list[RouterSite]:
     """Return the routers of a model, by layer; runs one small forward pass without gradients."""
-    counts = expert_counts(getattr(model, "config", None))
-    _check_kind(model, counts)
+    # a model that is known not to support replay is refused before it runs
+    counts, kind = expert_counts(getattr(model, "config", None)), type(model).__name__
+    if not counts:
+        raise UnsupportedRouterError(
+            f"{kind} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model, and there is "
+            "nothing to replay: set loss.replay=none in a trainer, replay='none' in a wrapper"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedRouterError(
+            f"{kind} is an encoder-decoder: its layers see rows of two sequences, and routes are of one"
+        )
+    fixed = set()
+    for name, module in model.named_modules():
+        reason, match = REFUSED.get(type(module).__name__), LAYER.search(name)
+        if reason is not None:
+            raise UnsupportedRouterError(f"{name} ({type(module).__name__}) cannot be replayed: {reason}")
+        if type(module).__name__ in FIXED and match is not None:
+            fixed.add(int(match[1]))
     inputs = dry_inputs(model)
     running: list[str] = []
     rankings: list[_Ranking] = []
@@ -239,58 +253,34 @@ def discover(model: nn.Module) -> list[RouterSite]:
                 f"{ranking.name}"
             )
         routers[layer] = ranking  # the last one: groups are ranked before
-    _check_all_found(model, routers)
-    _check_not_looped(model, routers, runs)
-    _check_arrived(model, routers, arrived)
-    return [_site(layer, routers[layer], tracer) for layer in sorted(routers)]
-
-
-def _site(layer: int, router: _Ranking, tracer: ScoreTracer) -> RouterSite:
-    scoring = describe_scoring(router.steps, tracer.weights.get(router.name, ()))
-    return RouterSite(layer, router.name, router.num_experts, router.chosen.shape[1], router.rank, scoring)
-
-
-def _check_kind(model: nn.Module, counts: set[int]) -> None:
-    """Refuse a model that is known not to support replay, before it runs."""
-    kind = type(model).__name__
-    if not counts:
-        raise UnsupportedRouterError(
-            f"{kind} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model, and there is "
-            "nothing to replay: set loss.replay=none in a trainer, replay='none' in a wrapper"
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedRouterError(
-            f"{kind} is an encoder-decoder: its layers see rows of two sequences, and routes are of one"
-        )
-    for name, module in model.named_modules():
-        reason = REFUSED.get(type(module).__name__)
-        if reason is not None:
-            raise UnsupportedRouterError(f"{name} ({type(module).__name__}) cannot be replayed: {reason}")
-
-
-def _check_all_found(model: nn.Module, routers: dict[int, _Ranking]) -> None:
-    """Refuse a model in which a layer has experts, but no router was seen."""
-    names = [(name, type(module).__name__) for name, module in model.named_modules()]
-    fixed = {int(match[1]) for name, kind in names if kind in FIXED and (match := LAYER.search(name))}
+    # every layer that has experts must have shown a router
     for layer, name, module in _experts(model):
-        if layer in routers or layer in fixed:
-            continue
-        raise UnsupportedRouterError(
-            f"{name} ({type(module).__name__}) has experts, but nothing in layer {layer} ranks them with topk: "
-            "its router cannot be replayed"
-        )
-    if not routers:
-        raise UnsupportedRouterError(f"{type(model).__name__}: no module ranks experts with topk in a forward pass")
-
-
-def _check_not_looped(model: nn.Module, routers: dict[int, _Ranking], runs: Counter[str]) -> None:
-    """Refuse a model that passes through a layer several times: routes have one row per token and layer."""
-    for layer, router in routers.items():
-        if runs[router.name] > 1:
+        if layer not in routers and layer not in fixed:
             raise UnsupportedRouterError(
-                f"{router.name} ({type(model.get_submodule(router.name)).__name__}) cannot be replayed: a forward pass "
-                f"runs layer {layer} {runs[router.name]} times, and routes have one row per token and layer"
+                f"{name} ({type(module).__name__}) has experts, but nothing in layer {layer} ranks them with topk: "
+                "its router cannot be replayed"
             )
+    if not routers:
+        raise UnsupportedRouterError(f"{kind}: no module ranks experts with topk in a forward pass")
+    sites = []
+    for layer, router in sorted(routers.items()):
+        module, count = model.get_submodule(router.name), runs[router.name]
+        where = f"{router.name} ({type(module).__name__})"
+        if count > 1:
+            raise UnsupportedRouterError(
+                f"{where} cannot be replayed: a forward pass runs layer {layer} {count} times, and routes have one row "
+                "per token and layer"
+            )
+        # what topk chose must be what reaches the experts, if ids are visible at all
+        ids = _ids(arrived.get(layer, ()), router.chosen)
+        if ids and not _rewritten(module) and not any(torch.equal(x, router.chosen) for x in ids):
+            raise UnsupportedRouterError(
+                f"{where}: other ids reach the experts of layer {layer} than its topk chose, so routes cannot be put "
+                "in the place of that choice"
+            )
+        scoring = describe_scoring(router.steps, tracer.weights.get(router.name, ()))
+        sites.append(RouterSite(layer, router.name, router.num_experts, router.chosen.shape[1], router.rank, scoring))
+    return sites
 
 
 def _ids(arrived: Sequence[Tensor], like: Tensor) -> list[Tensor]:
@@ -302,18 +292,6 @@ def _ids(arrived: Sequence[Tensor], like: Tensor) -> list[Tensor]:
 def _rewritten(router: nn.Module) -> bool:
     """Whether a hook changes what a router returns, as expert parallelism does: to a rank's own ids."""
     return bool(router._forward_hooks)
-
-
-def _check_arrived(model: nn.Module, routers: dict[int, _Ranking], arrived: dict[int, list[Tensor]]) -> None:
-    """Refuse a model whose experts are called with ids other than ``topk`` chose, if ids are visible at all."""
-    for layer, router in routers.items():
-        ids = _ids(arrived.get(layer, ()), router.chosen)
-        module = model.get_submodule(router.name)
-        if ids and not _rewritten(module) and not any(torch.equal(x, router.chosen) for x in ids):
-            raise UnsupportedRouterError(
-                f"{router.name} ({type(module).__name__}): other ids reach the experts of layer {layer} than its topk "
-                "chose, so routes cannot be put in the place of that choice"
-            )
 
 
 def check_replayed(

@@ -6,7 +6,7 @@ Autocast rounds a router's weights at each forward pass, even where a family's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -70,7 +70,15 @@ def float32_routers(model: nn.Module) -> list[str]:
             _cast(tensor, torch.float32)
         for _, _, module in found:
             undo.callback(_install(module))
-        _try(model)
+        try:
+            with torch.no_grad():
+                model(**dry_inputs(model))
+        except RuntimeError as error:  # torch's, of two dtypes that do not go together
+            raise UnsupportedRouterError(
+                f"{type(model).__name__} cannot have routers in float32 beside narrower weights: its code takes both "
+                f"in one dtype ({str(error).splitlines()[0]}). Hold all weights in float32, and run it under "
+                "torch.autocast."
+            ) from error
         undo.pop_all()  # it runs: nothing is undone
     return [f"{site.name}.{name}weight" for site, name, _ in found]
 
@@ -79,21 +87,13 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
     tensor.data = tensor.data.to(dtype)
 
 
-def _try(model: nn.Module) -> None:
-    """Run a model whose routers are wider than the rest."""
-    try:
-        with torch.no_grad():
-            model(**dry_inputs(model))
-    except RuntimeError as error:  # torch's, of two dtypes that do not go together
-        raise UnsupportedRouterError(
-            f"{type(model).__name__} cannot have routers in float32 beside narrower weights: its code takes both in "
-            f"one dtype ({str(error).splitlines()[0]}). Hold all weights in float32, and run it under torch.autocast."
-        ) from error
-
-
 def _owner(router: nn.Module, site: RouterSite) -> tuple[str, nn.Module]:
     """Return the module that makes a router's logits, and its name in the router with a dot, or ``""``."""
-    makers = dict(_makers(router, site.num_experts))
+    makers: dict[str, nn.Module] = {}
+    for name, module in router.named_modules():
+        weight = module._parameters.get("weight")
+        if "expert" not in name and weight is not None and weight.ndim == 2 and len(weight) == site.num_experts:
+            makers[f"{name}." if name else ""] = module
     if len(makers) != 1:
         seen = ", ".join(makers) or "none"
         raise UnsupportedRouterError(
@@ -108,13 +108,6 @@ def _owner(router: nn.Module, site: RouterSite) -> tuple[str, nn.Module]:
             f"{site.name}.{name}weight is sharded in {weight.dtype}: call float32_routers before fully_shard"
         )
     return name, module
-
-
-def _makers(router: nn.Module, num_experts: int) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in router.named_modules():
-        weight = module._parameters.get("weight")
-        if "expert" not in name and weight is not None and weight.ndim == 2 and len(weight) == num_experts:
-            yield f"{name}." if name else "", module
 
 
 def _install(module: nn.Module) -> Callable[[], None]:

@@ -44,12 +44,6 @@ def _ranked(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     return (x, k) if dim in (-1, x.ndim - 1) else None
 
 
-def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return ``largest`` and ``sorted`` of a ``topk``; experts are summed in the order in which they are chosen."""
-    given = dict(zip(("largest", "sorted"), args[3:], strict=False)) | dict(kwargs)
-    return given.get("largest", True), given.get("sorted", True)
-
-
 class TopKObserver(TorchFunctionMode):
     """Reports every ``topk`` along the last dimension (input, indices) to a function, and changes nothing."""
 
@@ -103,7 +97,10 @@ class TopKInterception(TorchFunctionMode):
             with torch.no_grad():
                 if rows is None:
                     return func(*args, **kwargs)
-                return x.reshape(-1, width)[rows].topk(k, -1, *_order(args, kwargs))
+                # experts are summed in the order in which they are chosen
+                order = {"largest": True, "sorted": True} | dict(zip(("largest", "sorted"), args[3:], strict=False))
+                order |= {name: kwargs[name] for name in order if name in kwargs}
+                return x.reshape(-1, width)[rows].topk(k, -1, **order)
 
         if (width, k, x.ndim) == (self._num_experts, self._top_k, self._rank):
             self._groups = None  # groups are chosen before experts: a later topk is something else
@@ -165,21 +162,18 @@ class ScoreTracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         inputs = list(_tensors([*args, *kwargs.values()]))
         outputs = list(_tensors(result))
-        if inputs and outputs:
-            self._note(getattr(func, "__name__", "").strip("_"), inputs, outputs)
-        return result
-
-    def _note(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        first = outputs[0]
-        steps = self._derive(name, inputs, first)
+        name = getattr(func, "__name__", "").strip("_")
+        steps = self._derive(name, inputs, outputs[0]) if inputs and outputs else ()
         if not steps:
-            return
+            return result
         for output in outputs:
             self._steps[output] = steps
+        first = outputs[0]
         if name == "topk":
             self._chosen_widths.add(first.shape[-1])
         if CHOSEN in steps and first.is_floating_point() and first.ndim and first.shape[-1] in self._chosen_widths:
             self.weights[self._running[-1] if self._running else ""] = steps
+        return result
 
     def _derive(self, name: str, inputs: list[Tensor], output: Tensor) -> Steps:
         """Return the steps of one call's result: those of its longest input, possibly with one more."""

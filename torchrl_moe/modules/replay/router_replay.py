@@ -1,7 +1,7 @@
 """``RouterReplay``: record the experts a stock transformers MoE chooses, or make it follow recorded ones.
 
-The public interface. The interception itself is in ``interception``, the state of one forward in ``binding``, what is
-attached to the model in ``handles``, and how checkpointed layers keep their routes in ``checkpointing``.
+The interception itself is in ``interception``; the state of one forward pass, and how checkpointed layers keep their
+routes, in ``binding``. Here are reports, the handles on a model's modules, how routes are read, and ``RouterReplay``.
 
 Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per token, E experts.
 """
@@ -209,11 +209,6 @@ def owner_of(model: nn.Module) -> object | None:
     return next((handle.state.owner for handle in _handles(model) if handle.state.owner is not None), None)
 
 
-def belong_to(model: nn.Module, state: ReplayState) -> bool:
-    """Whether the handles on this model look their binding up in ``state``."""
-    return any(handle.state is state for handle in _handles(model))
-
-
 def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
     """Put a handle on every router, and on the first decoder layer that has one; switch the routers' jitter off."""
     modules = dict(model.named_modules())
@@ -221,7 +216,16 @@ def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -
         router = modules[site.name]
         router.forward = _RouterHandle(router, state, site)
     layer = modules[sites[0].layer_name]
-    layer.forward = _LayerHandle(layer, state, _silence_jitter(model))
+    # jitter would change the scores of a replay; its values are kept, to be restored
+    jitter = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "jitter" in name and isinstance(value, float) and value > 0
+    ]
+    for module, name, _ in jitter:
+        setattr(module, name, 0.0)
+    layer.forward = _LayerHandle(layer, state, jitter)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -235,19 +239,6 @@ def uninstall(model: nn.Module) -> None:
         else:
             handle.module.forward = handle.shadowed
     release_checkpoints(model)
-
-
-def _silence_jitter(model: nn.Module) -> list[Jitter]:
-    """Set router jitter to 0, since it would change the scores of a replay; return the values to restore."""
-    found = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "jitter" in name and isinstance(value, float) and value > 0
-    ]
-    for module, name, _ in found:
-        setattr(module, name, 0.0)
-    return found
 
 
 # Incoming routes: read in the layout of the batch, and checked once, before a forward pass may use them.
@@ -279,24 +270,6 @@ class Packing:
     shape: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Incoming:
-    """Routes ``[M, L, K]`` of the real tokens, and their positions in the model's input."""
-
-    rows: Tensor
-    lengths: Sequence[int]
-    shape: tuple[int, int]
-    places: Tensor | None
-
-    def laid_out(self) -> Tensor:
-        """Return ``[N, L, K]``, -1 on pads."""
-        if self.places is None:
-            return self.rows
-        flat = self.rows.new_full((self.shape[0] * self.shape[1], *self.rows.shape[1:]), UNSET)
-        flat[self.places] = self.rows
-        return flat
-
-
 def bind_routes(
     routes: object,
     sites: Sequence[RouterSite],
@@ -313,90 +286,53 @@ def bind_routes(
         raise ValueError(f"on_bad_routes must be one of {ON_BAD_ROUTES}, got {on_bad_routes!r}")
     _checks.check_bool("measure", measure)
     _checks.check_instance("packing", packing, Packing, none=True)
-    incoming = _read(routes, attention_mask, (num_layers, max(site.top_k for site in sites)), device)
-    if packing is not None:
-        incoming = _packed(incoming, packing)
-    refused = _check_values(incoming, sites, on_bad_routes)
-    flat = incoming.laid_out()
+    # everything but the ids: rows [M, L, K] of the real tokens, how many each sample has, and their places in the input
+    tail = (num_layers, max(site.top_k for site in sites))
+    rows, lengths, shape, places = _read(routes, attention_mask, tail, device)
+    if packing is not None:  # the same rows, for an input with other token positions
+        hint = "A place for each token of [B, T]."
+        _checks.check_shape("packing.index", packing.index.shape, shape, error=RouteShapeError, hint=hint)
+        if packing.index.dtype != torch.int64:
+            raise RouteValueError(f"packing.index must have dtype torch.int64, got {packing.index.dtype}")
+        index, shape = packing.index.flatten().to(rows.device), packing.shape
+        places = index if places is None else index[places]
+        # real tokens have positions inside the input, each a different one
+        ordered = places.sort().values
+        wrong = (ordered < 0) | (ordered >= shape[0] * shape[1])
+        wrong[1:] |= ordered[1:] == ordered[:-1]
+        if bool(wrong.any()):
+            raise RouteValueError(
+                f"packing.index holds {int(ordered[wrong][0])}, which is out of range or there twice; the places of "
+                f"real tokens are distinct, from 0 to {shape[0] * shape[1] - 1} for an input of {list(shape)}. Give "
+                "the attention_mask if some are placeholders of pads."
+            )
+    refused = _check_values(rows, lengths, sites, on_bad_routes)
+    # laid out as the input, [N, L, K], -1 on pads
+    flat = rows
+    if places is not None:
+        flat = rows.new_full((shape[0] * shape[1], *rows.shape[1:]), UNSET)
+        flat[places] = rows
     known = flat[..., 0] != UNSET
     replayed = tuple(known.sum(0).tolist())
     layers = [site.layer for site in sites]
     return Binding(
         layers=tuple(layers),
         routes=flat,
-        shape=incoming.shape,
+        shape=shape,
         known=known,
         replayed=replayed,
         complete=tuple(count == len(flat) for count in replayed),
         live=live_rows(known, layers),
         refused=refused,
-        refused_rows=sum(incoming.lengths[i] for i in refused),
+        refused_rows=sum(lengths[i] for i in refused),
         measure=measure,
     )
 
 
-def _read(routes: object, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
-    """Check everything but the ids, and concatenate the rows."""
-    given = _tensor(routes)
-    if mask is not None:
-        mask = _checks.as_mask("attention_mask", mask, error=RouteValueError)
-    _checks.check_integer("routes", given, signed=True, error=RouteValueError, hint=_ENGINE)
-    if given.is_nested:
-        return _read_jagged(given.detach().unbind(), mask, tail, device or given.device)
-    _checks.check_shape("routes", given.shape, ("B", "T", *tail), error=RouteShapeError, hint=_BATCH)
-    batch, length = given.shape[:2]
-    rows = given.detach().flatten(0, 1)
-    if mask is None:
-        return _Incoming(rows.to(device or given.device, copy=True), [length] * batch, (batch, length), None)
-    hint = "It is that of the batch, [B, T]."
-    _checks.check_shape("attention_mask", mask.shape, (batch, length), error=RouteShapeError, hint=hint)
-    keep = mask.flatten()
-    rows = rows[keep.to(given.device)].to(device or given.device)
-    return _Incoming(rows, mask.sum(1).tolist(), (batch, length), keep.to(rows.device))
-
-
-def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
-    """Return the same rows, for an input with other token positions."""
-    shape = incoming.shape
-    hint = "A place for each token of [B, T]."
-    _checks.check_shape("packing.index", packing.index.shape, shape, error=RouteShapeError, hint=hint)
-    if packing.index.dtype != torch.int64:
-        raise RouteValueError(f"packing.index must have dtype torch.int64, got {packing.index.dtype}")
-    places = packing.index.flatten().to(incoming.rows.device)
-    places = places if incoming.places is None else places[incoming.places]
-    _check_places(places, packing.shape)
-    return replace(incoming, shape=packing.shape, places=places)
-
-
-def _check_places(places: Tensor, shape: tuple[int, int]) -> None:
-    """Check that real tokens have positions inside the input, each a different one."""
-    ordered = places.sort().values
-    wrong = (ordered < 0) | (ordered >= shape[0] * shape[1])
-    wrong[1:] |= ordered[1:] == ordered[:-1]
-    if bool(wrong.any()):
-        raise RouteValueError(
-            f"packing.index holds {int(ordered[wrong][0])}, which is out of range or there twice; the places of real "
-            f"tokens are distinct, from 0 to {shape[0] * shape[1] - 1} for an input of {list(shape)}. Give the "
-            "attention_mask if some are placeholders of pads."
-        )
-
-
-def _read_jagged(
-    samples: Sequence[Tensor], mask: Tensor | None, tail: tuple[int, int], device: torch.device
-) -> _Incoming:
-    for i, sample in enumerate(samples):
-        _checks.check_shape(f"routes of sample {i}", sample.shape, ("T", *tail), error=RouteShapeError, hint=_BATCH)
-    rows, lengths = torch.cat(list(samples)).to(device), [len(sample) for sample in samples]
-    if mask is None:
-        return _Incoming(rows, lengths, (1, len(rows)), None)
-    _checks.check_shape("attention_mask", mask.shape, (len(lengths), "T"), error=RouteShapeError)
-    for i, (got, wanted) in enumerate(zip(lengths, mask.sum(1).tolist(), strict=True)):
-        hint = "A row for each token that attention_mask keeps."
-        _checks.check_rows(f"routes of sample {i}", got, wanted, hint=hint)
-    return _Incoming(rows, lengths, (mask.shape[0], mask.shape[1]), mask.flatten().to(device))
-
-
-def _tensor(routes: object) -> Tensor:
+def _read(
+    routes: object, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None
+) -> tuple[Tensor, list[int], tuple[int, int], Tensor | None]:
+    """Return the rows of the real tokens, each sample's number of them, the shape of the input, and their places."""
     full = getattr(routes, "full", routes)
     try:
         given = torch.as_tensor(full.copy() if isinstance(full, np.ndarray) else full)  # it may be read-only
@@ -406,15 +342,41 @@ def _tensor(routes: object) -> Tensor:
         raise RouteValueError("routes must hold values, got a tensor on the meta device")
     if given.layout is not (torch.jagged if given.is_nested else torch.strided):
         raise RouteValueError(f"routes must be dense or nested jagged, got layout {given.layout}")
-    return given
+    if mask is not None:
+        mask = _checks.as_mask("attention_mask", mask, error=RouteValueError)
+    _checks.check_integer("routes", given, signed=True, error=RouteValueError, hint=_ENGINE)
+    given, device = given.detach(), device or given.device
+    if not given.is_nested:
+        _checks.check_shape("routes", given.shape, ("B", "T", *tail), error=RouteShapeError, hint=_BATCH)
+        batch, length = given.shape[:2]
+        rows = given.flatten(0, 1)
+        if mask is None:
+            return rows.to(device, copy=True), [length] * batch, (batch, length), None
+        hint = "It is that of the batch, [B, T]."
+        _checks.check_shape("attention_mask", mask.shape, (batch, length), error=RouteShapeError, hint=hint)
+        keep = mask.flatten()
+        return rows[keep.to(rows.device)].to(device), mask.sum(1).tolist(), (batch, length), keep.to(device)
+    # a row per real token: of a batch packed into one row, or of a padded one with its mask
+    samples = given.unbind()
+    for i, sample in enumerate(samples):
+        _checks.check_shape(f"routes of sample {i}", sample.shape, ("T", *tail), error=RouteShapeError, hint=_BATCH)
+    rows, lengths = torch.cat(list(samples)).to(device), [len(sample) for sample in samples]
+    if mask is None:
+        return rows, lengths, (1, len(rows)), None
+    _checks.check_shape("attention_mask", mask.shape, (len(lengths), "T"), error=RouteShapeError)
+    for i, (got, wanted) in enumerate(zip(lengths, mask.sum(1).tolist(), strict=True)):
+        hint = "A row for each token that attention_mask keeps."
+        _checks.check_rows(f"routes of sample {i}", got, wanted, hint=hint)
+    return rows, lengths, (mask.shape[0], mask.shape[1]), mask.flatten().to(device)
 
 
-def _check_values(incoming: _Incoming, sites: Sequence[RouterSite], on_bad_routes: OnBadRoutes) -> tuple[int, ...]:
+def _check_values(
+    rows: Tensor, lengths: Sequence[int], sites: Sequence[RouterSite], on_bad_routes: OnBadRoutes
+) -> tuple[int, ...]:
     """Check every id; return the refused samples, whose rows are set to -1.
 
     Layers with another E or K are checked separately, and a smaller K leaves trailing -1.
     """
-    rows, lengths = incoming.rows, incoming.lengths
     names = _checks.RowNames((len(lengths),), lengths)
     bad = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     kinds = sorted({(site.num_experts, site.top_k) for site in sites})
@@ -508,7 +470,7 @@ class RouterReplay:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        if belong_to(self.model, self._state):  # not if it was removed
+        if any(handle.state is self._state for handle in _handles(self.model)):  # not if it was removed
             self._state.owner = self
 
     # -- what was found ---------------------------------------------------------------------------------------------
@@ -631,7 +593,12 @@ class RouterReplay:
             sample; ``agreement``: the share of replayed rows for which the router by itself chooses the same set,
             ``None`` unless measured. It is printed as a table.
         """
-        return ReplayReport({layer: done.to_dict() for layer, done in self._last.items()})
+        report = ReplayReport()
+        for layer, (replayed, live, refused, agreeing) in self._last.items():
+            # reading the count waits for the device
+            agreement = int(agreeing) / replayed if agreeing is not None and replayed else None
+            report[layer] = {"replayed": replayed, "live": live, "refused": refused, "agreement": agreement}
+        return report
 
     @property
     def refused(self) -> tuple[int, ...]:
@@ -664,42 +631,33 @@ class RouterReplay:
                 routes[:, live] = UNSET
                 with self.replay(routes):
                     replayed.append(_output(self.model(**inputs)))
-            others = self._others(recording.routed_experts)
+            others = recording.routed_experts
+            for site in self.sites:  # every row holds other experts
+                own = others[:, :, site.layer, : site.top_k]
+                others[:, :, site.layer, : site.top_k] = (own + 1) % site.num_experts
             with self.replay(others), arriving(self.model) as arrived:
                 changed = _output(self.model(**inputs))
-            self._compare(native, replayed, changed)
+            for output, rows in zip(replayed, ("", " in every other row"), strict=True):
+                if not torch.equal(native, output):
+                    worst = (native - output).abs().max().item()
+                    raise UnsupportedRouterError(
+                        f"replaying its own routes{rows} changes its output by up to {worst:.1e}. Its routing is more "
+                        "than the choice that topk makes."
+                    )
+            if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
+                raise UnsupportedRouterError(
+                    "replaying other routes changes nothing. Its routers do not use the choice that topk makes."
+                )
+            if bool((native.isfinite() & ~changed.isfinite()).any()):
+                raise UnsupportedRouterError(
+                    "replaying other routes makes its output infinite or nan. It masks experts that its routers would "
+                    "not have chosen, in a way that cannot be opened."
+                )
             check_replayed(self.model, self.sites, arrived, others.flatten(0, 1))
         except RoutingError as error:
             raise UnsupportedRouterError(f"{type(self.model).__name__} failed the self-test: {error}") from error
         self._last = {}
         self._state.used = False
-
-    def _compare(self, native: Tensor, replayed: Sequence[Tensor], changed: Tensor) -> None:
-        """Check the outputs without routes, with the model's own routes in all or some rows, and with other routes."""
-        for output, rows in zip(replayed, ("", " in every other row"), strict=True):
-            if not torch.equal(native, output):
-                worst = (native - output).abs().max().item()
-                raise UnsupportedRouterError(
-                    f"replaying its own routes{rows} changes its output by up to {worst:.1e}. Its routing is more than "
-                    "the choice that topk makes."
-                )
-        if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
-            raise UnsupportedRouterError(
-                "replaying other routes changes nothing. Its routers do not use the choice that topk makes."
-            )
-        if bool((native.isfinite() & ~changed.isfinite()).any()):
-            raise UnsupportedRouterError(
-                "replaying other routes makes its output infinite or nan. It masks experts that its routers would not "
-                "have chosen, in a way that cannot be opened."
-            )
-
-    def _others(self, routes: Tensor) -> Tensor:
-        """Return routes in which every row holds other experts."""
-        others = routes.clone()
-        for site in self.sites:
-            own = routes[:, :, site.layer, : site.top_k]
-            others[:, :, site.layer, : site.top_k] = (own + 1) % site.num_experts
-        return others
 
 
 def _output(result: Any) -> Tensor:
