@@ -215,7 +215,19 @@ class TransformersWrapper(ScoringWrapper):
         routed_experts_key: str = "routed_experts",
         return_routed_experts: bool | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        given: dict[str, Any] = dict(
+            model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
+            attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
+            tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
+            device=device, layout=layout, num_samples=num_samples, chat_template_name=chat_template_name,
+            chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, return_log_probs=return_log_probs,
+            history_key=history_key, text_key=text_key, tokens_key=tokens_key, masks_key=masks_key,
+            log_probs_key=log_probs_key, batching=batching, min_batch_size=min_batch_size,
+            max_batch_size=max_batch_size, batching_timeout=batching_timeout, prefer_tokens=prefer_tokens,
+            replay=replay, temperature=temperature, measure_agreement=measure_agreement, on_bad_routes=on_bad_routes,
+            rerecord=rerecord, router_replay=router_replay, routed_experts_key=routed_experts_key,
+            return_routed_experts=return_routed_experts,
+        )  # fmt: skip
         super().__init__()
         # a chat template, or generate=True alone, implies chats; otherwise tokens are read, which routes belong to
         if input_mode is None:
