@@ -376,91 +376,87 @@ class MoEGRPOTrainer(RunReports):
         self._check_not_ended()
         if self._stops or self.steps_done >= self.config.steps:
             return False
+        config, engine, optim, stepper = self.config, self.rollout_engine, self.config.optim, self.learner.stepper
+        run = self._run
         with self.ranks.guard():
-            return self._make_step()
+            self._seconds, self._step = {}, self.steps_done
+            # collect: rank 0 has the answers, with the experts that the engine chose
+            with self._timed("generate"):
+                if self._batches is None:
+                    self._batches = iter(()) if self.collector is None else iter(self.collector)
+                self.evaluation.begin(self.steps_done, not self._unsynced)
+                try:
+                    collected = next(self._batches, None)
+                except BaseException:
+                    self._batches = None  # an iterator that has raised is at its end; the collector may not be
+                    raise
+            # the trainer may need the engine's memory, which cannot evaluate meanwhile
+            if collected is not None and config.engine.sleep:
+                self.evaluation.wait()
+                engine.engine.sleep()
+            with self._timed("score"):
+                # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
+                metrics: dict[str, float] = {}
+                if collected is not None:
+                    version = engine.version + self._unsynced  # also an update that the engine lacks
+                    rows = sample_rows(collected.unbind(0))
+                    metrics = batch_metrics(rows, version)
+                    if config.log.samples:
+                        self.record.add_samples(self.steps_done, collected, config.log.samples)
+                    collected = advantages(config.loss.advantage, collected, sum(row.ends for row in rows))
+                    collected.set("current_version", torch.full(collected.batch_size, version))
+                batch = self._share(collected)
+                if batch is None:
+                    return False
+                # score: log-probs before the first update, and how far engine and trainer are apart
+                is_measured = _is_due(self.steps_done, config.eval.mismatch_every)
+                metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
+                self._refuse_a_fault(batch, metrics)
+            # optimise in minibatches, in a new order in each epoch
+            batch = self._changed("batch_process", batch)
+            with self._timed("train"):
+                run("pre_steps_log", batch)
+                run("pre_optim_steps")
+                losses: list[TensorDictBase] = []
+                for _ in range(optim.epochs):
+                    run("pre_epoch_log", batch)
+                    for part in minibatches(self._changed("pre_epoch", batch), optim.minibatches, self.ranks):
+                        part = self._changed("process_optim_batch", part)
+                        losses.append(stepper.step(part))
+                        run("post_optim")
+                        run("post_optim_log", part)
+                    run("post_epoch_log", batch)
+                    run("post_epoch")
+                run("post_optim_complete_log", stepper.count, _mean(losses))
+            metrics |= stepper.take_metrics()
+            self.steps_done += 1
+            # an evaluation that still runs asks for answers by the weights that now change
+            metrics |= self.evaluation.take()
+            # sync: every few steps if so configured, and always the weights of the last step
+            with self._timed("sync"):
+                self._unsynced += 1
+                if self.steps_done % config.engine.sync_every == 0 or self.steps_done == config.steps:
+                    self.ranks.meet("weight sync", patient=True)
+                    engine.sync()
+                    self._unsynced = 0
+                if config.engine.sleep:
+                    engine.engine.wake_up()
+            run("post_steps")
+            # record; the next evaluation runs beside the next step, or ends the last one
+            if self.ranks.is_first:
+                self._record(metrics)
+            run("post_steps_log", batch)
+            # save; the run is over after its last step, or because a rank was asked to stop, or interrupted
+            self.ranks.meet("the end of a step", patient=True)
+            is_over = self._is_asked_to_stop or self._is_interrupted or self.steps_done >= config.steps
+            self._stops = any(self.ranks.gather(is_over))
+            self.save_trainer(force_save=self._stops)
+            return True
 
     def _check_not_ended(self) -> None:
         if self._has_ended:
             how = "continue with another trainer and config.resume=True"
             raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
-
-    def _make_step(self) -> bool:
-        config, engine, optim, stepper, run = (
-            self.config, self.rollout_engine, self.config.optim, self.learner.stepper, self._run
-        )  # fmt: skip
-        self._seconds, self._step = {}, self.steps_done
-        # collect: rank 0 has the answers, with the experts that the engine chose
-        with self._timed("generate"):
-            if self._batches is None:
-                self._batches = iter(()) if self.collector is None else iter(self.collector)
-            self.evaluation.begin(self.steps_done, not self._unsynced)
-            try:
-                collected = next(self._batches, None)
-            except BaseException:
-                self._batches = None  # an iterator that has raised is at its end; the collector may not be
-                raise
-        # the trainer may need the engine's memory, which cannot evaluate meanwhile
-        if collected is not None and config.engine.sleep:
-            self.evaluation.wait()
-            engine.engine.sleep()
-        with self._timed("score"):
-            # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
-            metrics: dict[str, float] = {}
-            if collected is not None:
-                version = engine.version + self._unsynced  # also an update that the engine lacks
-                rows = sample_rows(collected.unbind(0))
-                metrics = batch_metrics(rows, version)
-                if config.log.samples:
-                    self.record.add_samples(self.steps_done, collected, config.log.samples)
-                collected = advantages(config.loss.advantage, collected, sum(row.ends for row in rows))
-                collected.set("current_version", torch.full(collected.batch_size, version))
-            batch = self._share(collected)
-            if batch is None:
-                return False
-            # score: log-probs before the first update, and how far engine and trainer are apart
-            is_measured = _is_due(self.steps_done, config.eval.mismatch_every)
-            metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
-            self._refuse_a_fault(batch, metrics)
-        # optimise in minibatches, in a new order in each epoch
-        batch = self._changed("batch_process", batch)
-        with self._timed("train"):
-            run("pre_steps_log", batch)
-            run("pre_optim_steps")
-            losses: list[TensorDictBase] = []
-            for _ in range(optim.epochs):
-                run("pre_epoch_log", batch)
-                for part in minibatches(self._changed("pre_epoch", batch), optim.minibatches, self.ranks):
-                    part = self._changed("process_optim_batch", part)
-                    losses.append(stepper.step(part))
-                    run("post_optim")
-                    run("post_optim_log", part)
-                run("post_epoch_log", batch)
-                run("post_epoch")
-            run("post_optim_complete_log", stepper.count, _mean(losses))
-        metrics |= stepper.take_metrics()
-        self.steps_done += 1
-        # an evaluation that still runs asks for answers by the weights that now change
-        metrics |= self.evaluation.take()
-        # sync: every few steps if so configured, and always the weights of the last step
-        with self._timed("sync"):
-            self._unsynced += 1
-            if self.steps_done % config.engine.sync_every == 0 or self.steps_done == config.steps:
-                self.ranks.meet("weight sync", patient=True)
-                engine.sync()
-                self._unsynced = 0
-            if config.engine.sleep:
-                engine.engine.wake_up()
-        run("post_steps")
-        # record; the next evaluation runs beside the next step, or ends the last one
-        if self.ranks.is_first:
-            self._record(metrics)
-        run("post_steps_log", batch)
-        # save; the run is over after its last step, or because a rank was asked to stop, or interrupted
-        self.ranks.meet("the end of a step", patient=True)
-        is_over = self._is_asked_to_stop or self._is_interrupted or self.steps_done >= config.steps
-        self._stops = any(self.ranks.gather(is_over))
-        self.save_trainer(force_save=self._stops)
-        return True
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

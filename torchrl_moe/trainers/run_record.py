@@ -129,8 +129,9 @@ class RunRecord:
             history, text = sample.get("history", None), sample.get("text", None)
             if history is not None:
                 turns = history.full if getattr(history, "full", None) is not None else history.prompt
-                *before, completion = turns.content
-                line |= {"prompt": str(before[-1] if before else ""), "completion": str(completion)}
+                contents = turns.content
+                prompt = contents[-2] if len(contents) > 1 else ""
+                line |= {"prompt": str(prompt), "completion": str(contents[-1])}
             elif text is not None:
                 line |= {"prompt": str(text.prompt), "completion": str(text.response)}
             self._lines.append(json.dumps(line) + "\n")
