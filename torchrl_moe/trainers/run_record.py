@@ -330,7 +330,36 @@ class HealthMonitor:
 
     def check(self, rows: Rows) -> list[str]:
         """Return the signs that are new, and log them."""
-        found = _signs(rows)
+        found: dict[str, str] = {}
+        entropy, reward, norms = (_column(rows, name) for name in ("entropy", "reward", "grad_norm"))
+        if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
+            found["entropy"] = (
+                f"the entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g} nats: the policy no longer explores; "
+                "lower the learning rate, or add an entropy bonus"
+            )
+        # means of each five steps in a row: the last against the best; a share of what is not positive means nothing
+        windows = [statistics.mean(reward[i : i + RECENT]) for i in range(len(reward) - RECENT + 1)]
+        if len(reward) >= 2 * RECENT and max(windows) > 0 and windows[-1] <= REWARD_SHARE * max(windows):
+            fell = f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}"
+            found["reward"] = f"{fell}: go back to an earlier checkpoint"
+        usual = statistics.median(norms[:-1]) if len(norms) > RECENT else 0.0
+        if usual > 0 and norms[-1] > NORM_FACTOR * usual:
+            found["gradient"] = f"the gradient has norm {norms[-1]:.2g}, usually {usual:.2g}"
+        cut, uniform = _recent(rows, "truncated"), _recent(rows, "uniform_groups")
+        if cut is not None and cut > TRUNCATED_SHARE:
+            found["truncated"] = (
+                f"{cut:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut"
+            )
+        if uniform is not None and uniform >= UNIFORM_SHARE:
+            found["uniform"] = (
+                f"in {uniform:.2f} of the last groups all answers have the same reward, and no advantage: the prompts "
+                "are too easy or too hard, or the reward is always the same"
+            )
+        # both distances, where tokens are of the newest weights: their age changes both; tiny ones are rounding
+        live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
+        if live is not None and replayed is not None and not age and replayed > MARGIN * live > 1e-6:
+            apart = f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without"
+            found["replay"] = f"{apart}: replay does not help here"
         new = [text for name, text in found.items() if name not in self._shown]
         self._shown = set(found)
         for text in new:
@@ -342,41 +371,6 @@ def _recent(rows: Rows, name: str) -> float | None:
     """Return the mean of the last steps, once there are enough of them."""
     values = _column(rows, name)[-RECENT:]
     return statistics.mean(values) if len(values) == RECENT else None
-
-
-def _signs(rows: Rows) -> dict[str, str]:
-    """Return the name of each sign that a run's rows show, and what to say of it."""
-    found: dict[str, str] = {}
-    entropy, reward, norms = (_column(rows, name) for name in ("entropy", "reward", "grad_norm"))
-    if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
-        found["entropy"] = (
-            f"the entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g} nats: the policy no longer explores; "
-            "lower the learning rate, or add an entropy bonus"
-        )
-    # means of each five steps in a row: the last against the best; a share of what is not positive means nothing
-    windows = [statistics.mean(reward[i : i + RECENT]) for i in range(len(reward) - RECENT + 1)]
-    if len(reward) >= 2 * RECENT and max(windows) > 0 and windows[-1] <= REWARD_SHARE * max(windows):
-        fell = f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}"
-        found["reward"] = f"{fell}: go back to an earlier checkpoint"
-    usual = statistics.median(norms[:-1]) if len(norms) > RECENT else 0.0
-    if usual > 0 and norms[-1] > NORM_FACTOR * usual:
-        found["gradient"] = f"the gradient has norm {norms[-1]:.2g}, usually {usual:.2g}"
-    cut, uniform = _recent(rows, "truncated"), _recent(rows, "uniform_groups")
-    if cut is not None and cut > TRUNCATED_SHARE:
-        found["truncated"] = (
-            f"{cut:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut"
-        )
-    if uniform is not None and uniform >= UNIFORM_SHARE:
-        found["uniform"] = (
-            f"in {uniform:.2f} of the last groups all answers have the same reward, and no advantage: the prompts are "
-            "too easy or too hard, or the reward is always the same"
-        )
-    # both distances, where tokens are of the newest weights: their age changes both; tiny ones are rounding
-    live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
-    if live is not None and replayed is not None and not age and replayed > MARGIN * live > 1e-6:
-        apart = f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without"
-        found["replay"] = f"{apart}: replay does not help here"
-    return found
 
 
 # What is shown while a run goes on: a bar on a terminal or in a notebook, lines elsewhere.

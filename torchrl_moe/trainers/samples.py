@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -451,7 +452,20 @@ class RolloutSource:
         data = self._config.data
         prompts, rewards = self._prompts(data.prompt), self._functions()
         rewards.check(prompts.columns)
-        _check_rendering(self._config, tokenizer, prompts)
+        # without a template every row must be text; with one, the first of each part shows whether it renders
+        parts, column, common = (prompts.train, prompts.held_out), data.prompt, self._config.chat_template_kwargs
+        if not reads_chats(tokenizer):
+            for row in itertools.chain(*parts):
+                if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
+                    raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
+        for row in (rows[0] for rows in parts if len(rows) and reads_chats(tokenizer)):
+            prompt, options = row[column], options_of(template_options(common), row)
+            template = template_of(tokenizer, tools=options.get("tools"))
+            chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            try:
+                chat.rendered(tokenizer, template, options)
+            except Exception as error:  # a template may raise anything
+                raise ConfigError.of(f"the chat template, given the prompt {prompt!r:.100}", error) from error
         skips = self._config.rollout.sampling.get("skip_special_tokens", True)
         self._use(PromptEpisode(data.prompt, rewards, tokenizer, skip_special_tokens=skips), prompts)
 
@@ -465,8 +479,19 @@ class RolloutSource:
         arguments = data.arguments if is_theirs and not takes_none else None
         count = data.held_out if held_out is None else 0
         found = load_prompts(source, prompt=column, held_out=count, seed=self._config.seed, arguments=arguments)
-        if self._config.checkpoint.every:
-            _check_storable(found)
+        # a checkpoint holds the rows that are under way
+        for place, row in enumerate(found.train if self._config.checkpoint.every else ()):
+            for name, value in row.items():
+                if isinstance(value, str | int | float | None):
+                    continue
+                try:
+                    pickle.dumps(value)
+                except Exception as error:  # an object's own code may raise anything
+                    raise ConfigError(
+                        f"data: train row {place}, column {name!r} is a {type(value).__name__}, which a checkpoint "
+                        f"cannot hold ({error!s:.100}): leave it out and look it up in the reward, or set "
+                        "checkpoint.every=0"
+                    ) from error
         if held_out is None:
             return found
         try:
@@ -492,41 +517,6 @@ class RolloutSource:
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")
         return sum(float(reward.sum()) for reward in rewards) / len(rewards)
-
-
-def _check_storable(prompts: PromptSet) -> None:
-    """Refuse rows that a checkpoint, which holds those that are under way, could not."""
-    for place, row in enumerate(prompts.train):
-        for name, value in row.items():
-            if isinstance(value, str | int | float | None):
-                continue
-            try:
-                pickle.dumps(value)
-            except Exception as error:  # an object's own code may raise anything
-                raise ConfigError(
-                    f"data: train row {place}, column {name!r} is a {type(value).__name__}, which a checkpoint cannot "
-                    f"hold ({error!s:.100}): leave it out and look it up in the reward, or set checkpoint.every=0"
-                ) from error
-
-
-def _check_rendering(config: GRPOConfig, tokenizer: Tokenizer, prompts: PromptSet) -> None:
-    """Check that prompts fit the tokenizer's chat template, by rendering the first of each part."""
-    column = config.data.prompt
-    # without a template every row must be text; with one, the first of each part shows whether it renders
-    if not reads_chats(tokenizer):
-        for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):
-            if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
-                raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
-        return
-    common = template_options(config.chat_template_kwargs)
-    for row in (rows[0] for rows in (prompts.train, prompts.held_out) if len(rows)):
-        prompt, options = row[column], options_of(common, row)
-        template = template_of(tokenizer, tools=options.get("tools"))
-        chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        try:
-            chat.rendered(tokenizer, template, options)
-        except Exception as error:  # a template may raise anything
-            raise ConfigError.of(f"the chat template, given the prompt {prompt!r:.100}", error) from error
 
 
 # The rows of a batch as plain numbers: read once, for metrics, for what is shared with other ranks, for filters.
