@@ -233,15 +233,15 @@ def _peak(
                 weight.data = weight.data.to(dtype)  # as it is gathered
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)  # accumulated by earlier micro-batches
-        # forward and backward as the trainer does: scores of all tokens, no logits
-        scoring = ScoringModel(model)
-        scoring.splits = True  # the check needs real values
-        ids = torch.zeros(sequences, tokens, dtype=torch.long)
-        inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
-        rows = torch.arange(ids.numel())
-        selection = Selection(rows=rows, tokens=ids.flatten(), temperature=1.0, entropy=True)
 
         def step() -> None:
+            # forward and backward as the trainer does: scores of all tokens, no logits; the inputs count, too
+            scoring = ScoringModel(model)
+            scoring.splits = True  # the check needs real values
+            ids = torch.zeros(sequences, tokens, dtype=torch.long)
+            inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
+            rows = torch.arange(ids.numel())
+            selection = Selection(rows=rows, tokens=ids.flatten(), temperature=1.0, entropy=True)
             with torch.autocast("cpu", dtype, enabled=not sharded and dtype != torch.float32):
                 log_probs, _, _ = scoring(inputs, selection)
             log_probs.sum().backward()
