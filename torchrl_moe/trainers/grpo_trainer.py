@@ -351,7 +351,7 @@ class MoEGRPOTrainer(RunReports):
         """Optimizer steps so far: TorchRL's own hooks read it."""
         return self.learner.stepper.count
 
-    def _run(self, stage: str, *given: object) -> None:
+    def _run_hooks(self, stage: str, *given: object) -> None:
         """Call the hooks of a stage; what those whose names end in ``_log`` return, goes to the loggers."""
         for op in self._hooks[stage]:
             found = op(*given)
@@ -377,7 +377,7 @@ class MoEGRPOTrainer(RunReports):
         if self._stops or self.steps_done >= self.config.steps:
             return False
         config, engine, optim, stepper = self.config, self.rollout_engine, self.config.optim, self.learner.stepper
-        run = self._run
+        run = self._run_hooks
         with self.ranks.guard():
             self._seconds, self._step = {}, self.steps_done
             # collect: rank 0 has the answers, with the experts that the engine chose
@@ -553,10 +553,10 @@ class MoEGRPOTrainer(RunReports):
             ends.callback(setattr, self, "_has_ended", True)  # in mid-step, weights and collector may be inconsistent
             # the ranks agree on an interrupt at the end of a step
             with finishing(partial(setattr, self, "_is_interrupted", True), self.shutdown, grace):
-                self._run("setup")
+                self._run_hooks("setup")
                 while not self._stops and self.step():
                     pass
-                self._run("shutdown")
+                self._run_hooks("shutdown")
                 if self.collector is not None:
                     self.collector.shutdown()
                 can_continue = self.steps_done < self.config.steps and self.config.checkpoint.every > 0
