@@ -174,7 +174,7 @@ def _read(value: object, kind: object, item: Field[object]) -> object:
         of = item.metadata.get("of", ())
         fits = isinstance(text, str) and (text in of if of else text.strip() != "" and "\0" not in text)
         return text if fits else MISSING
-    number = int if kind is int else float
+    number: type[int] | type[float] = int if kind is int else float
     if isinstance(value, str):
         try:
             value = number(value)

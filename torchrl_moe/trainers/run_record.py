@@ -266,7 +266,8 @@ def locked_folder(config: GRPOConfig) -> Iterator[None]:
 def make_loggers(config: GRPOConfig) -> list[Logger]:
     """Return those of TorchRL's loggers that the configuration names."""
     # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
-    experiment, loggers = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}", []
+    experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
+    loggers: list[Logger] = []
     try:
         for name in config.log.loggers:
             given = config.log.arguments.get(name)
