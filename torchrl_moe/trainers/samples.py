@@ -155,7 +155,8 @@ class _Function:
             given = import_function(given)
         if not callable(given):
             raise TypeError(f"a reward function is a function or 'package.module:function', got {given!r:.60}")
-        self._call, named = given, given
+        self._call = given
+        named: object = given
         while isinstance(named, partial):
             named = named.func
         self.name = getattr(named, "__name__", None) or type(named).__name__
