@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 
 from support.engines import EngineShelf
-from torchrl_moe.cli import probe
+from torchrl_moe.cli import models
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.main import main
 from torchrl_moe.cli.probe import read_prompts
@@ -84,7 +84,7 @@ def test_prompts_are_lines_or_json_lines(tmp_path: Path, name: str, text: str | 
 def test_bad_use_starts_no_engine(
     arguments: list[str], said: str, lend: Any, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "model_folder", lambda source: pytest.fail("a model is made first"))
+    monkeypatch.setattr(models, "model_folder", lambda source: pytest.fail("a model is made first"))
     assert main(["probe", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

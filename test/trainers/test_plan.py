@@ -29,10 +29,10 @@ from torchrl_moe.trainers.plan import (
     TRAINER,
     UPDATE,
     ModelSizes,
+    Needs,
     RunPlan,
     activation_bytes,
     model_config_of,
-    of_trainer,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, prepared
 
@@ -355,8 +355,7 @@ HIDDEN, INNER, TOP_K = 2048, 768, 8  # of Qwen3-30B-A3B
 
 
 def rows(config: GRPOConfig, part: str = TRAINER) -> dict[str, int]:
-    hf_config = model_config_of("Qwen/Qwen3-30B-A3B")
-    found = of_trainer(config, hf_config, ModelSizes.of(hf_config, config.model))
+    found = Needs(config, model_config_of("Qwen/Qwen3-30B-A3B")).of_trainer()
     return {row.item: row.bytes for row in found if row.part == part}
 
 

@@ -16,7 +16,7 @@ from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig
 from torchrl_moe.trainers.config import DataConfig
 from torchrl_moe.trainers.prompt_sources import load_prompts, reasoning_rows, reasoning_score
-from torchrl_moe.trainers.samples import Given, RolloutSource
+from torchrl_moe.trainers.samples import RolloutSource
 
 
 @dataclass
@@ -137,25 +137,25 @@ def test_a_task_that_runs_answers_is_refused_unless_that_is_accepted() -> None:
         reasoning_rows("reasoning_gym:countdown", size=3)
     assert reasoning_rows("reasoning_gym:countdown", size=3, run_answers=True)["train"]
     config = GRPOConfig(data=DataConfig(source="reasoning_gym:countdown", arguments={"run_answers": True}))
-    RolloutSource.check_names(config, Given())
+    RolloutSource(config).check_names()
     config.data.arguments["run_answers"] = 1  # only true accepts it
     with pytest.raises(ConfigError, match="runs what a model writes as Python"):
-        RolloutSource.check_names(config, Given())
+        RolloutSource(config).check_names()
 
 
 @pytest.mark.usefixtures("gym")
 def test_a_run_takes_data_and_reward_from_the_task() -> None:
     arguments = {"size": 20, "held_out": 4, "chat": False}
     config = GRPOConfig(data=DataConfig(source="reasoning_gym:sums", arguments=arguments))
-    RolloutSource.check_names(config, Given())
-    source = RolloutSource.of(config, ByteTokenizer(), Given())
+    RolloutSource(config).check_names()
+    source = RolloutSource(config).load(ByteTokenizer())
     assert source.env is not None and 0 < source.held_out <= 4
-    given = Given(dataset="reasoning_gym:sums", rewards=[lambda completion: 1.0])  # one's own reward is taken
-    RolloutSource.check_names(GRPOConfig(), given)
-    wrong = GRPOConfig(data=DataConfig(source="reasoning_gym:sum"))
-    for check in (RolloutSource.check_names, lambda config, given: RolloutSource.of(config, ByteTokenizer(), given)):
+    given = RolloutSource(GRPOConfig(), dataset="reasoning_gym:sums", rewards=[lambda completion: 1.0])
+    given.check_names()  # one's own reward is taken
+    wrong = RolloutSource(GRPOConfig(data=DataConfig(source="reasoning_gym:sum")))
+    for check in (wrong.check_names, lambda: wrong.load(ByteTokenizer())):
         with pytest.raises(ConfigError, match="there is no such task; near it are sums"):
-            check(wrong, Given())  # the first of them before a model is loaded
+            check()  # the first of them before a model is loaded
 
 
 def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from torchrl_moe.trainers.config import (
     RolloutConfig,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine, check_arguments, check_room, engine_arguments
-from torchrl_moe.trainers.samples import Given, PromptEpisode, Rewards, RolloutSource
+from torchrl_moe.trainers.samples import PromptEpisode, Rewards, RolloutSource
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ async def play(data: TensorDictBase, ask: Any) -> float:
 def of(data: DataConfig | None = None, eval_config: EvalConfig | None = None, **given: Any) -> RolloutSource:
     data, eval_config = data or DataConfig(), eval_config or EvalConfig()
     config = GRPOConfig(data=data, eval=eval_config, rollout=RolloutConfig(group_size=3))
-    return RolloutSource.of(config, TOKENIZER, Given(**given))
+    return RolloutSource(config, **given).load(TOKENIZER)
 
 
 def prompts(source: RolloutSource) -> list[str]:
@@ -418,7 +418,7 @@ def tokenizer_with(template: str | None) -> Any:
 
 
 def of_tokenizer(tokenizer: Any, dataset: Any, config: GRPOConfig | None = None, **given: Any) -> RolloutSource:
-    return RolloutSource.of(config or GRPOConfig(), tokenizer, Given(dataset=dataset, rewards=exact, **given))
+    return RolloutSource(config or GRPOConfig(), dataset=dataset, rewards=exact, **given).load(tokenizer)
 
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -438,9 +438,9 @@ def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: 
     with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
         of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
     with pytest.raises(ConfigError, match="an environment of chats needs a chat template"):
-        RolloutSource.of(GRPOConfig(data=DataConfig(source="countdown")), tokenizer, Given())
+        RolloutSource(GRPOConfig(data=DataConfig(source="countdown"))).load(tokenizer)
     with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
-        RolloutSource.of(GRPOConfig(), tokenizer, Given(env=chat(8)))
+        RolloutSource(GRPOConfig(), env=chat(8)).load(tokenizer)
 
 
 def test_a_template_that_refuses_the_prompts_is_noticed_at_once() -> None:
@@ -467,7 +467,7 @@ def test_special_tokens_reach_the_rewards_if_sampling_says_so(sampling: dict[str
         return float(completion == seen)
 
     config = GRPOConfig(rollout=RolloutConfig(sampling=sampling))
-    episode = RolloutSource.of(config, tokenizer, Given(dataset=[{"prompt": "a"}], rewards=judge)).env
+    episode = RolloutSource(config, dataset=[{"prompt": "a"}], rewards=judge).load(tokenizer).env
     ids = [*tokenizer("<think>so</think> 2")["input_ids"], tokenizer.eos_token_id]
 
     async def ask(prompt: Any) -> Any:

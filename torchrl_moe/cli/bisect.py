@@ -5,17 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.models import (
-    MODEL_HELP,
-    check_experts,
-    check_same_shape,
-    check_served,
-    check_trainer,
-    check_weights_of,
-    config_of,
-    load,
-    model_folder,
-)
+from torchrl_moe.cli.models import MODEL_HELP, load, moe_and_trainer
 from torchrl_moe.cli.probe import PROMPTS
 from torchrl_moe.cli.services import DTYPES, add_engine_arguments, check_engine, engine_arguments, started
 
@@ -34,16 +24,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    # refuse what can be refused before a model is made or an engine started
     check_engine("vllm", options.engine_args)
-    check_trainer(options.trainer)
-    check_served(options.model, engine_arguments(options.engine_args))
-    if options.trainer is not None:
-        check_weights_of(options.trainer)
-    with model_folder(options.model) as folder:
-        config = config_of(folder)
-        check_experts(options.model, config)
-        check_same_shape(options.trainer, config)
+    arguments = engine_arguments(options.engine_args)
+    with moe_and_trainer(options.model, arguments, options.trainer) as (folder, config):
         from torchrl_moe.modules.policies.bisect import EngineTrace
 
         # the engine ends before the trainer's model is loaded: both may not fit

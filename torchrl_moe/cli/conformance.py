@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from torchrl_moe.modules import AsyncVLLM
-    from torchrl_moe.testing.conformance import Settings
     from torchrl_moe.testing.conformance.adapter import EngineAdapter
-    from torchrl_moe.testing.conformance.checks import Check
 
 GENERATE = "generate(prompts, sampling, request_ids)"
 
@@ -62,91 +60,67 @@ def _named(name: str) -> EngineAdapter | Callable[[], EngineAdapter]:
             found = getattr(found, part)
         except AttributeError:
             raise BadUse(f"--adapter {name}: {module_name} has no {path!r}") from None
-    if isinstance(found, type) or not hasattr(found, "generate"):
-        if not callable(found):
-            raise BadUse(f"--adapter {name}: a {type(found).__name__} has no {GENERATE}")
-        _check_call(name, found)
+    if not isinstance(found, type) and hasattr(found, "generate"):
+        return found
+    if not callable(found):
+        raise BadUse(f"--adapter {name}: a {type(found).__name__} has no {GENERATE}")
+    with contextlib.suppress(ValueError):  # some of C have no signature: the call itself will say
+        signature = inspect.signature(found)
+        try:
+            signature.bind()
+        except TypeError as error:
+            raise BadUse(
+                f"--adapter {name}: it needs arguments ({error}): name an adapter, or what makes one without arguments"
+            ) from None
     return found
 
 
-def _check_call(name: str, maker: Callable[[], object]) -> None:
-    """Refuse what cannot be called without arguments."""
-    try:
-        signature = inspect.signature(maker)
-    except ValueError:  # some of C have none: the call itself will say
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise BadUse(
-            f"--adapter {name}: it needs arguments ({error}): name an adapter, or what makes one without arguments"
-        ) from None
-
-
 def _run(options: argparse.Namespace, output: Output) -> int:
-    # what can be refused without a model comes first: torch takes seconds to load
     if options.list:
-        listed = {one.name: one.meaning for one in _checks()}
+        from torchrl_moe.testing.conformance import CHECKS
+
+        listed = {one.name: one.meaning for one in CHECKS}
         output.show(listing(listed), listed)
         return FINE
-    only = None if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
-    settings = _check_arguments(options, only)
-    unknown = set(only or ()) - {one.name for one in _checks()}
-    if unknown:
-        raise BadUse(f"--only {', '.join(sorted(unknown))}: no such check; --list names them")
-    from torchrl_moe.testing.conformance import check
-
-    with contextlib.ExitStack() as stack:
-        model, adapter = _model_and_adapter(options, stack)
-        note("checking; a minute or two ...")
-        report = check(adapter, model, only=only, settings=settings)
-    output.show(report.table(), report.to_dict())
-    # what is not offered is no pass: where nothing holds, nothing was proved
-    return FINE if not report.failures and any(one.holds for one in report.results) else PROBLEM
-
-
-def _checks() -> Sequence[Check]:
-    from torchrl_moe.testing.conformance import CHECKS
-
-    return CHECKS
-
-
-def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) -> Settings:
-    """Refuse visible mistakes before torch is loaded, which takes seconds; return the settings."""
+    # visible mistakes first: the checks load torch, which takes seconds
     from torchrl_moe.testing.conformance import Settings
 
+    only = None if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     if only == []:
         raise BadUse("--only '': it names no check; --list names them")
     if options.model is None and options.adapter is None:
         raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
     given = {"tolerance": options.tolerance, "tie": options.tie}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
-    arguments = engine_arguments(options.engine_args)
+    kind, arguments = options.engine or ENGINES[0], engine_arguments(options.engine_args)
     if options.adapter is not None:
         _named(options.adapter)
     else:
-        check_engine(options.engine or ENGINES[0], options.engine_args)
+        check_engine(kind, options.engine_args)
     if options.model is not None:
         check_served(options.model, arguments) if options.adapter is None else check_weights_of(options.model)
-    return settings
+    from torchrl_moe.testing.conformance import CHECKS, check
 
-
-def _model_and_adapter(
-    options: argparse.Namespace, stack: contextlib.ExitStack
-) -> tuple[PreTrainedModel | None, EngineAdapter]:
-    """Return the model, in transformers, and the adapter of the engine that serves it."""
-    adapter = None if options.adapter is None else adapter_by_name(options.adapter)
-    if adapter is not None and options.model is None:
-        return None, adapter
-    folder = stack.enter_context(model_folder(options.model))
-    config = config_of(folder)
-    model = load(folder, "float32")
-    if adapter is not None:
-        return model, adapter
-    engine = stack.enter_context(
-        started(folder, config, options.engine or ENGINES[0], options.dtype, options.engine_args)
-    )
-    return model, stack.enter_context(_updatable(engine, model))
+    unknown = set(only or ()) - {one.name for one in CHECKS}
+    if unknown:
+        raise BadUse(f"--only {', '.join(sorted(unknown))}: no such check; --list names them")
+    # the model, in transformers, and the adapter of the engine that serves it
+    with contextlib.ExitStack() as stack:
+        adapter = None if options.adapter is None else adapter_by_name(options.adapter)
+        model = None
+        if options.model is not None:
+            folder = stack.enter_context(model_folder(options.model))
+            config = config_of(folder)
+            model = load(folder, "float32")
+            if adapter is None:
+                engine = started(folder, config, kind, options.dtype, options.engine_args)
+                adapter = stack.enter_context(_updatable(stack.enter_context(engine), model))
+        assert adapter is not None
+        note("checking; a minute or two ...")
+        report = check(adapter, model, only=only, settings=settings)
+    output.show(report.table(), report.to_dict())
+    # what is not offered is no pass: where nothing holds, nothing was proved
+    return FINE if not report.failures and any(one.holds for one in report.results) else PROBLEM
 
 
 @contextlib.contextmanager

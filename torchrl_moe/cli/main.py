@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torchrl_moe import __version__
 from torchrl_moe.cli import bisect, conformance, doctor, init, probe, serve, train
@@ -29,29 +29,27 @@ PROGRAM = "torchrl-moe"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; return its exit code."""
-    # settings of "train" may stand behind options, where argparse leaves them over
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     command = next((one for one in COMMANDS if one.name == options.command), None)
     if command is None:
         parser.print_help()
         return BAD_USE
-    _take_rest(options, rest, parser)
-    with _without_chatter(options.traceback or command.keeps_logs):
-        return _run(command, options)
-
-
-@contextlib.contextmanager
-def _without_chatter(wanted: bool) -> Iterator[None]:
-    """Hide libraries' logs and warnings unless wanted: what matters comes as an error or as a result."""
+    # settings of "train" may stand behind options, where argparse leaves them over
+    unknown = [word for word in rest if command.name != "train" or word.startswith("-")]
+    if unknown:
+        parser.error(f"{command.name} does not know {' '.join(unknown)}: see {PROGRAM} {command.name} --help")
+    if rest:
+        options.overrides.extend(rest)
+    # libraries' logs and warnings are hidden unless wanted: what matters comes as an error or as a result
     before = logging.root.manager.disable
     with warnings.catch_warnings():
-        if not wanted:
+        if not (options.traceback or command.keeps_logs):
             logging.disable(logging.WARNING)
             warnings.simplefilter("ignore")
             warnings.filterwarnings("default", module="torchrl_moe")
         try:
-            yield
+            return _run(command, options)
         finally:
             logging.disable(before)
 
@@ -107,12 +105,3 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", help="write the result as JSON")
         one.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return parser
-
-
-def _take_rest(options: argparse.Namespace, rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Give ``train`` the settings that follow an option, which argparse leaves over; refuse anything else."""
-    unknown = [word for word in rest if options.command != "train" or word.startswith("-")]
-    if unknown:
-        parser.error(f"{options.command} does not know {' '.join(unknown)}: see {PROGRAM} {options.command} --help")
-    if rest:
-        options.overrides.extend(rest)

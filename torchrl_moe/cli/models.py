@@ -83,34 +83,35 @@ def check_served(source: str, arguments: Mapping[str, object]) -> None:
         check_tokenizer(source, arguments.get("tokenizer"))
 
 
-def check_experts(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a dense model."""
-    from torchrl_moe.modules.replay.discovery import expert_counts
+@contextlib.contextmanager
+def moe_and_trainer(
+    source: str, arguments: Mapping[str, object], trainer: str | None
+) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """Give folder and config of a model with experts, and of the shape of the trainer's weights; ``None``: its own.
 
-    if not expert_counts(config):
-        raise BadUse(f"{name} has no experts by its config: it is a dense model, and there is nothing to replay")
-
-
-def check_trainer(source: str | None) -> None:
-    """Refuse ``tiny`` as the weights of a trainer; ``None``: those that are served."""
-    if source is not None and is_tiny(source):
+    What can be refused is refused before a model is made or an engine started.
+    """
+    if trainer is not None and is_tiny(trainer):
         raise BadUse(f"--trainer {TINY}: that model is made on the spot; name the folder of its weights, or a hub name")
+    check_served(source, arguments)
+    if trainer is not None:
+        check_weights_of(trainer)
+    with model_folder(source) as folder:
+        from torchrl_moe.modules.replay.discovery import expert_counts
 
-
-def check_same_shape(source: str | None, served: PreTrainedConfig) -> None:
-    """Refuse a trainer's weights of another model than the one that is served."""
-    if source is None:
-        return
-    from torchrl_moe.modules.replay.discovery import expert_counts
-
-    config = config_of(source)
-    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_experts_per_tok"):
-        theirs, ours = getattr(served.get_text_config(), name, None), getattr(config.get_text_config(), name, None)
-        if theirs != ours:
-            raise BadUse(f"--trainer {source} is of another model: its {name} is {ours}, that of MODEL {theirs}")
-    if expert_counts(config) != expert_counts(served):
-        numbers = [" and ".join(map(str, sorted(expert_counts(one)))) or "no" for one in (config, served)]
-        raise BadUse(f"--trainer {source} is of another model: it has {numbers[0]} experts, MODEL has {numbers[1]}")
+        served = config_of(folder)
+        if not expert_counts(served):
+            raise BadUse(f"{source} has no experts by its config: it is a dense model, and there is nothing to replay")
+        own = served if trainer is None else config_of(trainer)
+        other = f"--trainer {trainer} is of another model"
+        for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_experts_per_tok"):
+            theirs, ours = (getattr(one.get_text_config(), name, None) for one in (served, own))
+            if theirs != ours:
+                raise BadUse(f"{other}: its {name} is {ours}, that of MODEL {theirs}")
+        if expert_counts(own) != expert_counts(served):
+            numbers = [" and ".join(map(str, sorted(expert_counts(one)))) or "no" for one in (own, served)]
+            raise BadUse(f"{other}: it has {numbers[0]} experts, MODEL has {numbers[1]}")
+        yield folder, served
 
 
 def check_source(source: str) -> None:
@@ -227,26 +228,21 @@ def narrow(config: PreTrainedConfig, layers_with_experts: int = 2) -> PreTrained
             if hasattr(part, name):
                 setattr(part, name, None)
     text.vocab_size = min(int(text.vocab_size), SMALL_VOCABULARY)
-    dense = int(getattr(text, DENSE_FIRST, 0) or 0)
-    if dense:
+    if int(getattr(text, DENSE_FIRST, 0) or 0):
         setattr(text, DENSE_FIRST, 1)
-    return _shallow(small, text, layers_with_experts)
-
-
-def _shallow(config: PreTrainedConfig, text: PreTrainedConfig, wanted: int) -> PreTrainedConfig:
-    """Cut layers, so that as many as are wanted have experts, or all that have any, among the first few."""
+    # so few layers that as many as are wanted have experts, or all that have any, among the first few; lists with an
+    # entry for each layer are cut along
     layers = int(text.num_hidden_layers)
-    # lists with an entry for each layer are cut along
     listed = {name: value for name, value in text.to_dict().items() if isinstance(value, list)}
     of_each = {name: value for name, value in listed.items() if len(value) == layers}
     for count in range(2, min(layers, MOST_LAYERS) + 1):
         text.num_hidden_layers = count
         for name, values in of_each.items():
             setattr(text, name, values[:count])
-        names = [name for name, _ in _without_weights(config).named_modules()]
-        if sum(name.endswith(".experts") for name in names) >= wanted:
+        names = [name for name, _ in _without_weights(small).named_modules()]
+        if sum(name.endswith(".experts") for name in names) >= layers_with_experts:
             break
-    return config
+    return small
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -292,64 +288,47 @@ def explain(error: Exception) -> tuple[str, int]:
     >>> explain(ModuleNotFoundError("No module named 'ray'", name="ray"))
     ("needs ray, which is not installed: pip install 'torchrl_moe[ray]'", 2)
     """
+    # a cause says more if it is a missing module, or an error of the operating system
+    root: BaseException = error
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError) or (isinstance(cause, OSError) and cause.errno is not None):
+            root = cause
+            break
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(root).splitlines() if line.strip()] or [type(root).__name__]
     # most telling first: a missing package, the disk, the port, memory, then errors of our own
-    root = _root(error)
     if isinstance(root, ModuleNotFoundError):
-        if _top(root.name) in EXTRAS:
-            return missing_extra(_top(root.name)), BAD_USE
+        module = (root.name or "").partition(".")[0]
+        if module in EXTRAS:
+            return missing_extra(module), BAD_USE
         if root is error:  # what else installs, only its name says, and that may be the user's own
-            return f"{_first_line(root)} ({WHERE})", BAD_USE
+            return f"{lines[0]} ({WHERE})", BAD_USE
     if isinstance(root, OSError) and root.filename == STDOUT:
         return f"{STDOUT} cannot be written to ({root.strerror}): redirect it to a place with room", PROBLEM
     if isinstance(root, OSError) and root.errno in FULL:
-        return _disk_full(root), PROBLEM
+        where = root.filename or f"{os.getcwd()} or {tempfile.gettempdir()}"
+        mend = "make room there; TMPDIR names another place for temporary files"
+        return f"the disk is full at {where}: {mend}", PROBLEM
     if isinstance(root, OSError) and root.errno == errno.EADDRINUSE:
-        return f"{_first_line(root)}: free the port, or use another", BAD_USE
+        return f"{lines[0]}: free the port, or use another", BAD_USE
+    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, PermissionError):
-        return f"{_first_line(error)}: use a folder that you may read and write", BAD_USE
+        return f"{first}: use a folder that you may read and write", BAD_USE
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory ({_first_line(error)}): use a narrower dtype, or a smaller model", PROBLEM
+        return f"out of memory ({first}): use a narrower dtype, or a smaller model", PROBLEM
     if isinstance(error, BadUse | RequestRefusedError | UnsupportedRouterError | ValueError | ImportError):
-        return _first_line(error), BAD_USE
-    if isinstance(error, TorchRLMoEError):
-        return _of_engine(error), PROBLEM
-    return f"{type(error).__name__}: {_first_line(error)} ({WHERE})", PROBLEM
+        return first, BAD_USE
+    if not isinstance(error, TorchRLMoEError):
+        return f"{type(error).__name__}: {first} ({WHERE})", PROBLEM
+    if not log:
+        return first, PROBLEM
+    # the line of the engine's log that says why, if there is one
+    named = [found[0] for line in log if (found := CAUSE.search(line)) and VAGUE not in line]
+    why = f" It was {named[-1]}" if VAGUE in first and named else ""
+    return f"{first}{why} (--traceback shows the rest, with the engine's log)", PROBLEM
 
 
 def missing_extra(module: str) -> str:
     """Return what to do about a module of ``EXTRAS`` that is not installed."""
     return f"needs {module}, which is not installed: pip install 'torchrl_moe[{EXTRAS[module]}]'"
-
-
-def _top(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
-def _of_engine(error: TorchRLMoEError) -> str:
-    """Return the first line of an error, with the line of the engine's log that says why, if there is one."""
-    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if not log:
-        return first
-    causes = [found[0] for line in log if (found := CAUSE.search(line)) and VAGUE not in line]
-    why = f" It was {causes[-1]}" if VAGUE in first and causes else ""
-    return f"{first}{why} (--traceback shows the rest, with the engine's log)"
-
-
-def _root(error: BaseException) -> BaseException:
-    """Return an error's root cause if that says more: a missing module, or an error of the operating system."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ModuleNotFoundError) or (isinstance(cause, OSError) and cause.errno is not None):
-            return cause
-        cause = cause.__cause__
-    return error
-
-
-def _disk_full(error: OSError) -> str:
-    where = error.filename or f"{os.getcwd()} or {tempfile.gettempdir()}"
-    return f"the disk is full at {where}: make room there; TMPDIR names another place for temporary files"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

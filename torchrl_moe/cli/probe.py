@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.models import (
-    MODEL_HELP,
-    check_experts,
-    check_same_shape,
-    check_served,
-    check_trainer,
-    check_weights_of,
-    config_of,
-    load,
-    model_folder,
-)
+from torchrl_moe.cli.models import MODEL_HELP, load, moe_and_trainer
 from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 
 if TYPE_CHECKING:
@@ -78,8 +68,13 @@ def read_prompts(file: str) -> list[str]:
     lines = [line for line in lines if line]
     if not lines:
         raise BadUse(f"--prompts {file}: there is no prompt in it: write one per line")
-    if not file.endswith(".jsonl") and not _is_record(lines[0]):
-        return lines
+    if not file.endswith(".jsonl"):
+        try:
+            first = json.loads(lines[0])
+        except ValueError:
+            return lines
+        if not isinstance(first, dict) or "prompt" not in first:
+            return lines
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
@@ -91,30 +86,15 @@ def read_prompts(file: str) -> list[str]:
     return prompts
 
 
-def _is_record(line: str) -> bool:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and "prompt" in found
-
-
 def _run(options: argparse.Namespace, output: Output) -> int:
     prompts = list(PROMPTS) if options.prompts is None else read_prompts(options.prompts)
     if options.max_new_tokens < 1:
         raise BadUse(f"--max-new-tokens {options.max_new_tokens}: at least 1")
     if not options.temperature > 0:
         raise BadUse(f"--temperature {options.temperature:g}: greedy answers say nothing; it must be above 0")
-    # refuse what can be refused before a model is made or an engine started
     check_engine(options.engine, options.engine_args)
-    check_trainer(options.trainer)
-    check_served(options.model, engine_arguments(options.engine_args))
-    if options.trainer is not None:
-        check_weights_of(options.trainer)
-    with model_folder(options.model) as folder:
-        config = config_of(folder)
-        check_experts(options.model, config)
-        check_same_shape(options.trainer, config)
+    arguments = engine_arguments(options.engine_args)
+    with moe_and_trainer(options.model, arguments, options.trainer) as (folder, config):
         # the engine ends before the model is loaded: both may not fit
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
             rollouts = _roll_out(engine, prompts, options)

@@ -13,7 +13,8 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -44,31 +45,29 @@ class Service(Protocol):
 # -- services in Ray
 @contextmanager
 def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Service]]:
-    """Join a service of the Ray cluster, and leave it again."""
+    """Join a service of the Ray cluster, the only one without a name, and leave it again."""
     if find_spec("ray") is None:
         raise BadUse(f"services with a name run in Ray: top {missing_extra('ray')}. {_where_else()}")
     from torchrl_moe.errors import EngineError
     from torchrl_moe.modules import AsyncVLLM
 
     try:
-        name = name or _only(namespace)
+        if not name:
+            from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, join_cluster, running_services
+
+            join_cluster(start=False)
+            names = list(running_services(namespace or NAMESPACE))
+            if not names:
+                mend = "AsyncVLLM.launch(..., backend='ray', name='...') starts one"
+                raise BadUse(f"no service runs in the Ray cluster; {mend}. {_where_else()}")
+            if len(names) > 1:
+                raise BadUse(f"several services run: {', '.join(names)}; name one. {_where_else()}")
+            name = names[0]
         engine = AsyncVLLM.connect(name, namespace=namespace)
     except EngineError as error:
         raise BadUse(f"{str(error).splitlines()[0]} {_where_else()}") from error
     with engine:
         yield name, engine
-
-
-def _only(namespace: str | None) -> str:
-    from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, join_cluster, running_services
-
-    join_cluster(start=False)
-    names = list(running_services(namespace or NAMESPACE))
-    if len(names) != 1:
-        listed = f"several services run: {', '.join(names)}" if names else "no service runs in the Ray cluster"
-        mend = "name one" if names else "AsyncVLLM.launch(..., backend='ray', name='...') starts one"
-        raise BadUse(f"{listed}; {mend}. {_where_else()}")
-    return names[0]
 
 
 # -- services that live in their drivers
@@ -86,37 +85,24 @@ def local_drivers() -> list[LocalDriver]:
     import psutil
 
     # count engine processes by the process that they belong to
-    engines: dict[int, int] = {}
+    engines: Counter[int] = Counter()
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline"]):
-        driver = _driver_of(process.info)
-        if driver is not None and driver != os.getpid():
-            engines[driver] = engines.get(driver, 0) + 1
+        # by its command line: an engine process has a title of its own, or runs our module
+        command, driver = process.info["cmdline"] or (), int(process.info["ppid"] or 0)
+        with contextlib.suppress(psutil.Error):  # its driver is gone
+            if " ".join(command).startswith(f"{TITLE}Replica"):  # forked by a server that forks for the driver
+                engines[int(psutil.Process(driver).ppid())] += 1
+            elif "-m" in command and any(
+                one.startswith(MODULES) and one.endswith(".engine_process") for one in command
+            ):
+                engines[driver] += 1
     found = []
     for pid, replicas in sorted(engines.items()):
-        try:
-            command = " ".join(psutil.Process(pid).cmdline())
-        except psutil.Error:  # it has just ended
-            continue
-        if MODULES + "ray" not in command and not command.startswith("ray::"):
-            found.append(LocalDriver(pid, command, replicas))
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            line = " ".join(psutil.Process(pid).cmdline())
+            if pid != os.getpid() and MODULES + "ray" not in line and not line.startswith("ray::"):
+                found.append(LocalDriver(pid, line, replicas))
     return found
-
-
-def _driver_of(info: Mapping[str, Any]) -> int | None:
-    """Return the driver of an engine's process; ``None`` if it is no engine's, or its driver is gone."""
-    import psutil
-
-    # by its command line: an engine process has a title of its own, or runs our module
-    command: Sequence[str] = info["cmdline"] or ()
-    line = " ".join(command)
-    if line.startswith(f"{TITLE}Replica"):  # forked: its parent is the server that forks for the driver
-        try:
-            return int(psutil.Process(info["ppid"]).ppid())
-        except psutil.Error:
-            return None
-    if "-m" in command and any(one.startswith(MODULES) and one.endswith(".engine_process") for one in command):
-        return int(info["ppid"])
-    return None
 
 
 def _where_else() -> str:
@@ -204,8 +190,6 @@ LONGEST_INTERVAL = 86400
 """Seconds."""
 BAD = {"DEAD", "QUARANTINED"}
 
-Show = Callable[[str, dict[str, object]], None]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of a service in Ray (default: the only one)")
@@ -222,41 +206,41 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         )
     if options.url is not None and options.name is not None:
         raise BadUse("give NAME, for a service in Ray, or --url, for a service that exports metrics, not both")
-    with _service(options) as (name, service):
-        if options.once:
+    with contextlib.ExitStack() as stack:
+        service: Service
+        if options.url is not None:
+            name, service = options.url, Exported(options.url)
+        else:
+            note("looking for the service in the Ray cluster ...")
+            name, service = stack.enter_context(connected(options.name, options.namespace))
+
+        def look() -> tuple[str, dict[str, object], bool]:
+            """Return the table, the same as data, and whether a replica is dead."""
             rows = service.stats()
-            output.show(table(name, rows), _plain(name, rows))
-            return PROBLEM if any(row.get("state") in BAD for row in rows) else FINE
-        with contextlib.suppress(KeyboardInterrupt), _screen(output) as show:  # Ctrl-C is how it ends
+            data: dict[str, object] = {"service": name, "time": time.time(), "replicas": [dict(row) for row in rows]}
+            return table(name, rows), data, any(row.get("state") in BAD for row in rows)
+
+        if options.once:
+            text, data, is_bad = look()
+            output.show(text, data)
+            return PROBLEM if is_bad else FINE
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
+            live = None
+            # on a terminal with rich each table takes the place of the one before
+            if find_spec("rich") is not None and not output.is_json and output.stream.isatty():
+                from rich.live import Live
+                from rich.text import Text
+
+                live = stack.enter_context(Live(auto_refresh=False))
             while True:
-                rows = service.stats()
-                text = f"{table(name, rows)}\n{datetime.now():%H:%M:%S}, Ctrl-C ends"
-                show(text, _plain(name, rows))
+                text, data, _ = look()
+                text = f"{text}\n{datetime.now():%H:%M:%S}, Ctrl-C ends"
+                if live is None:
+                    output.show(text, data, indent=None)
+                else:
+                    live.update(Text(text, no_wrap=True), refresh=True)
                 time.sleep(options.interval)
     return FINE
-
-
-@contextlib.contextmanager
-def _service(options: argparse.Namespace) -> Iterator[tuple[str, Service]]:
-    if options.url is not None:
-        yield options.url, Exported(options.url)
-        return
-    note("looking for the service in the Ray cluster ...")
-    with connected(options.name, options.namespace) as found:
-        yield found
-
-
-@contextlib.contextmanager
-def _screen(output: Output) -> Iterator[Show]:
-    """Yield a function that shows a text: on a terminal with rich in place of the previous text, else below it."""
-    if find_spec("rich") is None or output.is_json or not output.stream.isatty():
-        yield lambda text, data: output.show(text, data, indent=None)
-        return
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False) as live:
-        yield lambda text, _: live.update(Text(text, no_wrap=True), refresh=True)
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -267,29 +251,21 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     replica  state    version  tokens/s
          #0  SERVING        3     1,200
     """
-    from torchrl_moe.render.tables import plain_table
+    from torchrl_moe.render.tables import one_line, plain_table
 
     keys = [key for key in COLUMNS if any(row.get(key) not in (None, "") for row in rows)]
-    header = [COLUMNS[key][0] for key in keys]
-    cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
+    cells: list[list[str]] = []
+    for row in rows:
+        cells.append([])
+        for key in keys:
+            value = row.get(key)
+            if key == "last_error" and value:
+                value = one_line(str(value).partition("\n")[0], ERROR_CHARACTERS)
+            cells[-1].append("" if value is None or value == "" else COLUMNS[key][1].format(value))
     serving = sum(row.get("state") == "SERVING" for row in rows)
     speed = sum(row.get("tokens_per_second") or 0.0 for row in rows)
     summary = f"{title}: {serving} of {len(rows)} serving, {speed:,.0f} tokens/s"
-    return plain_table(summary, header, cells, wide=("state", "last error"))
-
-
-def _cell(key: str, value: object) -> str:
-    if value is None or value == "":
-        return ""
-    if key == "last_error":
-        from torchrl_moe.render.tables import one_line
-
-        return one_line(str(value).partition("\n")[0], ERROR_CHARACTERS)
-    return COLUMNS[key][1].format(value)
-
-
-def _plain(name: str, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    return {"service": name, "time": time.time(), "replicas": [dict(row) for row in rows]}
+    return plain_table(summary, [COLUMNS[key][0] for key in keys], cells, wide=("state", "last error"))
 
 
 COMMAND = Command(

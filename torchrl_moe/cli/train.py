@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import logging
 import os
@@ -31,24 +32,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def configurations() -> dict[str, str]:
     """Return the packaged configurations: name -> the first sentence of the comment that each begins with."""
-    folder = files("torchrl_moe.trainers").joinpath("configs")
     found = {}
-    for item in folder.iterdir():
+    for item in files("torchrl_moe.trainers").joinpath("configs").iterdir():
         if item.name.endswith(".yaml"):
-            found[item.name.removesuffix(".yaml")] = _about(item.read_text(encoding="utf-8"))
+            lines = takewhile(lambda line: line.startswith("#"), item.read_text(encoding="utf-8").splitlines())
+            comment = " ".join(line.lstrip("# ").strip() for line in lines)
+            sentence = comment.partition(". ")[0].partition(": torchrun")[0]
+            found[item.name.removesuffix(".yaml")] = sentence.rstrip(".:") + "."
     return dict(sorted(found.items()))
-
-
-def _about(text: str) -> str:
-    # the comment that the file begins with, up to the end of its first sentence
-    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return (
-        " ".join(line.lstrip("# ").strip() for line in comment)
-        .partition(". ")[0]
-        .partition(": torchrun")[0]
-        .rstrip(".:")
-        + "."
-    )
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
@@ -70,25 +61,24 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         from torchrl_moe.trainers.config import as_dict, as_yaml
 
         output.show(as_yaml(config, explained=True).rstrip(), as_dict(config))
-    elif config.plan:
-        _plan(config, output)
+    elif config.plan:  # what the run needs; nothing is started
+        from torchrl_moe.trainers.plan import Console, RunPlan
+
+        plan = RunPlan.of(config)
+        if output.is_json:
+            output.show("", plan.to_dict())
+            return FINE
+        console = Console(highlight=False)
+        console.print(plan.table())
+        for note in plan.notes:
+            console.print(f"- {note}")
     else:
-        _train(config, output)
+        if config.engine.connect is None:
+            check_installed(config.engine.kind, "engine.kind=transformers")
+        run(config)
+        if output.is_json and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the first has the records
+            output.show("", {"folder": config.out, "last_step": _last_row(Path(config.out) / "metrics.csv")})
     return FINE
-
-
-def _plan(config: GRPOConfig, output: Output) -> None:
-    """Print the resources that a run needs, and start nothing."""
-    from torchrl_moe.trainers.plan import Console, RunPlan
-
-    plan = RunPlan.of(config)
-    if output.is_json:
-        output.show("", plan.to_dict())
-        return
-    console = Console(highlight=False)
-    console.print(plan.table())
-    for note in plan.notes:
-        console.print(f"- {note}")
 
 
 def export(folder: Path) -> Path:
@@ -119,12 +109,18 @@ def run(config: GRPOConfig) -> None:
     import torch
     from tensordict import set_list_to_stack
 
+    from torchrl_moe.modules.backends.engine_kind import threads_on_a_cpu
     from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
     from torchrl_moe.trainers.plan import Console
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # threads that train on a CPU, unless the user says how many, which torch has read by now
     if not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(_threads(config, torch.get_num_threads()))  # else torch has read it
+        # engines are idle while a synchronous run trains, and in an asynchronous one never; ranks share the cores
+        if config.parity == "exact":  # as many as a replica has, or sums are rounded in another order
+            torch.set_num_threads(threads_on_a_cpu(config.engine.num_replicas))
+        elif config.rollout.max_staleness > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            torch.set_num_threads(1)
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
         # all ranks take part in writing the model
@@ -138,37 +134,16 @@ def run(config: GRPOConfig) -> None:
         console.print(f"metrics, events, samples, figure and the trained model are in {folder}")
 
 
-def _threads(config: GRPOConfig, all_cores: int) -> int:
-    """Return how many threads train on a CPU, of which engines leave one core."""
-    from torchrl_moe.modules.backends.engine_kind import threads_on_a_cpu
-
-    if config.parity == "exact":  # as many as a replica has, or sums are rounded in another order
-        return threads_on_a_cpu(config.engine.num_replicas)
-    # engines are idle while a synchronous run trains, and in an asynchronous one never; ranks share the cores
-    shares = config.rollout.max_staleness > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return 1 if shares else all_cores
-
-
-def _train(config: GRPOConfig, output: Output) -> None:
-    if config.engine.connect is None:
-        check_installed(config.engine.kind, "engine.kind=transformers")
-    run(config)
-    if output.is_json and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the first has the records
-        output.show("", {"folder": config.out, "last_step": _last_row(Path(config.out) / "metrics.csv")})
-
-
 def _last_row(file: Path) -> dict[str, object]:
     """Return the last step of a run's record, numbers as numbers."""
     with file.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
-    return {key: _number(value) for key, value in rows[-1].items()} if rows else {}
-
-
-def _number(text: str) -> float | str | None:
-    try:
-        return float(text)
-    except ValueError:
-        return text or None
+    row: dict[str, object] = {}
+    for key, text in rows[-1].items() if rows else ():
+        row[key] = text or None
+        with contextlib.suppress(ValueError):
+            row[key] = float(text)
+    return row
 
 
 COMMAND = Command(

@@ -86,7 +86,15 @@ class TrainedState:
         """Load a saved state into the model and its optimizer; all ranks must call."""
         # shapes first: torch would load a part of another model, and say nothing
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        self._check({name: tuple(kind.size) for name, kind in saved.items() if hasattr(kind, "size")})
+        there = {name: tuple(kind.size) for name, kind in saved.items() if hasattr(kind, "size")}
+        theirs = {name: shape for name, shape in there.items() if name.startswith(f"{POLICY}.")}
+        here = {f"{POLICY}.{name}": tuple(tensor.shape) for name, tensor in self.tensors().items()}
+        if names := sorted(name.removeprefix(f"{POLICY}.") for name in here.keys() ^ theirs.keys()):
+            raise ValueError(f"the checkpoint is of another model: {len(names)} names differ, {names[0]} first")
+        for name, shape in here.items():
+            if theirs[name] != shape:
+                what = f"{name.removeprefix(f'{POLICY}.')} is {theirs[name]} there and {shape} here"
+                raise ValueError(f"the checkpoint is of another model: {what}")
         own = self._state()
         state: State = {
             group: {
@@ -97,21 +105,15 @@ class TrainedState:
         }
         load(state, checkpoint_id=folder, process_group=ranks.files, no_dist=ranks.size == 1)
         # of packed weights the whole was read: write this rank's part of it into the model
-        for group, values in state.items():
-            values |= {name: _packed(values[name], value) for name, value in own[group].items() if _is_packed(value)}
+        for group, values in own.items():
+            for name, value in values.items():
+                if _is_packed(value):
+                    mesh, whole = value.device_mesh, state[group][name]
+                    part = distribute_tensor(whole.to(mesh.device_type), mesh, value.placements, src_data_rank=None)
+                    value.to_local().copy_(part.to_local())
+                    state[group][name] = value
         if self._optimizer is not None:
             set_optimizer_state_dict(self._model, self._optimizer, state[OPTIMIZER], options=FLAT)
-
-    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        own = {f"{POLICY}.{name}": tuple(tensor.shape) for name, tensor in self.tensors().items()}
-        theirs = {name: shape for name, shape in shapes.items() if name.startswith(f"{POLICY}.")}
-        if own.keys() != theirs.keys():
-            names = sorted(name.removeprefix(f"{POLICY}.") for name in own.keys() ^ theirs.keys())
-            raise ValueError(f"the checkpoint is of another model: {len(names)} names differ, {names[0]} first")
-        for name, here in own.items():
-            if theirs[name] != here:
-                name, there = name.removeprefix(f"{POLICY}."), theirs[name]
-                raise ValueError(f"the checkpoint is of another model: {name} is {there} there and {here} here")
 
 
 def _copied(value: object) -> object:
@@ -136,14 +138,6 @@ def _is_packed(value: object) -> TypeGuard[DTensor]:
         isinstance(placement, _StridedShard) and axes[place] not in axes[place + 1 :]  # else it is only split again
         for place, placement in enumerate(value.placements)
     )
-
-
-def _packed(whole: torch.Tensor, own: DTensor) -> DTensor:
-    """Write this rank's part of a tensor into its own tensor; return that one."""
-    mesh = own.device_mesh
-    part = distribute_tensor(whole.to(mesh.device_type), mesh, own.placements, src_data_rank=None)
-    own.to_local().copy_(part.to_local())
-    return own
 
 
 LOG = logging.getLogger(__name__)
@@ -232,21 +226,18 @@ class Checkpoints:
         """Begin to write a checkpoint, once the previous one is written."""
         # one at a time; what is small is written here, weights and optimizer in a thread, from a copy
         self.wait()
-        draft = self.rotation.directory / f".step-{step:012d}.draft"
-        fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
-        if fits:
+        draft, fits = self.rotation.directory / f".step-{step:012d}.draft", True
+        if self._ranks.is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                self.checkpoint.save(draft, metadata={SCORE: score})
+            except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+                if not _is_write_error(error):
+                    raise
+                _warn(step, error)
+                fits = False
+        if self._ranks.from_first(fits, "checkpoint"):
             self._pending = self._threads.submit(self._publish, self._trained.copy(self._ranks), draft, step)
-
-    def _write_components(self, draft: Path, step: int, score: float) -> bool:
-        shutil.rmtree(draft, ignore_errors=True)
-        try:
-            self.checkpoint.save(draft, metadata={SCORE: score})
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            if not _is_write_error(error):
-                raise
-            _warn(step, error)
-            return False
-        return True
 
     def _publish(self, state: State, draft: Path, step: int) -> bool:
         """Write weights and optimizer, and give the checkpoint its name; return whether there was room for it."""

@@ -55,11 +55,22 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     if not (folder / f"{stem}.yaml").is_file():
         known = f"the package has {_names()}; or name a file, such as my.yaml"
         raise ConfigError(f"there is no configuration {name}; {known}")
-    # the file, with changes; a resumed run reads its own saved settings instead, with the same changes
     changes = [_known(item) for item in overrides]
     config = _composed(folder, stem, changes)
+    # a resumed run reads the settings saved in its folder instead, with the same changes
     if config.resume:
-        config = _of_the_run(config, changes)
+        saved = Path(config.out) / "config.yaml"
+        if not saved.exists():
+            raise ConfigError(f"resume=true, but there is no run in {config.out}")
+        before, changed = saved_config(saved), _composed(saved.parent, saved.stem, changes)
+        changed.read()
+        # another model, seed or data would not fit the weights, or the position in the data
+        for fixed in FIXED:
+            values = (before.get(fixed), changed.get(fixed))
+            was, now = (as_dict(value) if isinstance(value, Settings) else value for value in values)
+            if was != now:
+                raise ConfigError(f"resume=true continues with {fixed}={was}; it cannot be changed to {now}")
+        config = replace(changed, resume=True, out=config.out)  # as requested, also in a user's own file
     config.check(passed_on=False)  # a trainer checks that too, before it loads anything
     return config
 
@@ -80,8 +91,12 @@ def _known(override: str) -> str:
             kind = kind.type_of(part)
         except ConfigError as error:
             raise ConfigError(f"{error}; --cfg prints all settings") from None
-    if _is_read(f"{name}={value}", is_text := kind in (str, str | None)):
-        return f"++{name}={value}"
+    is_text = kind in (str, str | None)
+    with suppress(HydraException):
+        parsed = OverridesParser.create().parse_override(f"{name}={value}")
+        # a number is no text, or 1_000 would become 1000
+        if not parsed.is_sweep_override() and not (is_text and type(parsed.value()) in (int, float)):
+            return f"++{name}={value}"
     if not is_text:
         raise ConfigError(
             f"{override!r} is not one value: write numbers as 1e-5, lists as [a,b], dicts as {{a: 1}}, and quote text "
@@ -90,15 +105,6 @@ def _known(override: str) -> str:
     # text as it was typed: quoted for Hydra, with its backslashes
     ends = re.sub(r"(\\+)$", r"\1\1", re.sub(r"(\\*)'", r"\1\1\\'", value))
     return f"++{name}='{ends}'"
-
-
-def _is_read(override: str, is_text: bool) -> bool:
-    """Whether Hydra reads one value; a number is no text, or 1_000 would become 1000."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-        return not parsed.is_sweep_override() and not (is_text and type(parsed.value()) in (int, float))
-    except HydraException:
-        return False
 
 
 def _composed(folder: Path, stem: str, changes: Sequence[str]) -> GRPOConfig:
@@ -136,23 +142,6 @@ def saved_config(file: Path) -> GRPOConfig:
         return _config(OmegaConf.load(file))
     except (OmegaConfBaseException, yaml.YAMLError, OSError, ConfigError) as error:
         raise ConfigError(f"{file}: {_line(error)}") from error
-
-
-def _of_the_run(config: GRPOConfig, changes: Sequence[str]) -> GRPOConfig:
-    """Return the settings saved in the run's folder, with the requested changes."""
-    # another model, seed or data would not fit the weights, or the position in the data
-    saved = Path(config.out) / "config.yaml"
-    if not saved.exists():
-        raise ConfigError(f"resume=true, but there is no run in {config.out}")
-    before, changed = saved_config(saved), _composed(saved.parent, saved.stem, changes)
-    changed.read()
-    for name in FIXED:
-        was, now = (
-            as_dict(value) if isinstance(value, Settings) else value for value in (before.get(name), changed.get(name))
-        )
-        if was != now:
-            raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
-    return replace(changed, resume=True, out=config.out)  # as requested, also in a user's own file
 
 
 def _line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar, cast
 
 from torchrl_moe._checks import LONGEST, is_number, shown
@@ -128,9 +129,9 @@ class Settings:
                 value.read()
                 continue
             # as Hydra would, also for those who fill the dataclasses by hand
-            found, allowed = _read(value, kind, item)
+            found = _read(value, kind, item)
             if found is MISSING:
-                raise ConfigError(f"{name}={_shown(value)} must be {allowed}")
+                raise ConfigError(f"{name}={_shown(value)} must be {_allowed(kind, item)}")
             super().__setattr__(item.name, found)
 
 
@@ -147,36 +148,58 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} with a huge integer"
 
 
-def _read(value: object, kind: object, item: Field[object]) -> tuple[object, str]:
-    """Return the value, ``MISSING`` if it is refused, and what is allowed."""
-    # "X | None" is the only union here
-    if isinstance(kind, types.UnionType):
-        found, allowed = _read(value, typing.get_args(kind)[0], item)
-        return (None if value is None else found), f"{allowed}, or null"
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+def _read(value: object, kind: object, item: Field[object]) -> object:
+    """Return a setting's value, or ``MISSING`` if it is refused."""
+    origin, parts, limits = typing.get_origin(kind), typing.get_args(kind), item.metadata.get("bounds", {})
+    if isinstance(kind, types.UnionType):  # "X | None" is the only union here
+        return None if value is None else _read(value, parts[0], item)
     if origin is list:
-        return _read_list(value, parts[0], item)
+        read = [_read(one, parts[0], item) for one in value] if isinstance(value, list | tuple) else [MISSING]
+        return MISSING if MISSING in read else read
     if origin is dict:
-        return _read_dict(value, parts[1], item)
-    return READERS[kind](value, item)
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            return MISSING
+        if parts[1] is Any:  # another function's arguments, which are checked where it is known
+            return dict(value) if _is_plain(value) else MISSING
+        values = {key: _read(one, parts[1], item) for key, one in value.items()}
+        return MISSING if MISSING in values.values() else values
+    if kind is bool:
+        value = SWITCHES.get(value.lower()) if isinstance(value, str) else value
+        return value if isinstance(value, bool) else MISSING
+    if kind is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        # out=20261126, say, which a command line reads as a number
+        text = str(text) if _is_number(text, float, {}) else text
+        text = os.path.expanduser(text) if isinstance(text, str) else text  # out=~/runs, say
+        of = item.metadata.get("of", ())
+        fits = isinstance(text, str) and (text in of if of else text.strip() != "" and "\0" not in text)
+        return text if fits else MISSING
+    number: type[int] | type[float] = int if kind is int else float
+    if isinstance(value, str):
+        try:
+            value = number(value)
+        except ValueError:
+            return MISSING
+    return number(value) if _is_number(value, number, limits) else MISSING
 
 
-def _read_list(value: object, kind: object, item: Field[object]) -> tuple[object, str]:
-    read = [_read(one, kind, item) for one in value] if isinstance(value, list | tuple) else [(MISSING, "")]
-    found = [one for one, _ in read]
-    each = _read(None, kind, item)[1]
-    return (MISSING if MISSING in found else found), f"a list, each {each}"
-
-
-def _read_dict(value: object, kind: object, item: Field[object]) -> tuple[object, str]:
-    each = _read(None, kind, item)[1] if kind is not Any else ""
-    allowed = f"a dict, each {each}" if each else "a dict of plain numbers, texts, lists and dicts"
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        return MISSING, allowed
-    if kind is Any:  # another function's arguments, which are checked where it is known
-        return (dict(value) if _is_plain(value) else MISSING), allowed
-    values = {key: _read(one, kind, item)[0] for key, one in value.items()}
-    return (MISSING if MISSING in values.values() else values), allowed
+def _allowed(kind: object, item: Field[object]) -> str:
+    """Return what a setting of a type may be, in words."""
+    parts, of, limits = typing.get_args(kind), item.metadata.get("of", ()), item.metadata.get("bounds", {})
+    if isinstance(kind, types.UnionType):
+        return f"{_allowed(parts[0], item)}, or null"
+    if typing.get_origin(kind) is list:
+        return f"a list, each {_allowed(parts[0], item)}"
+    if typing.get_origin(kind) is dict:
+        every = "a dict of plain numbers, texts, lists and dicts"
+        return every if parts[1] is Any else f"a dict, each {_allowed(parts[1], item)}"
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return f"one of {', '.join(of)}" if of else "a text that is not empty"
+    bounds = " and ".join(f"{words} {limits[name]}" for name, words in BOUNDS.items() if name in limits)
+    comma = ", " if bounds.startswith("at") else " " * bool(bounds)
+    return f"{'a whole number' if kind is int else 'a number'}{comma}{bounds}"
 
 
 def _is_plain(value: object) -> bool:
@@ -188,49 +211,12 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in PLAIN
 
 
-def _read_flag(value: object, item: Field[object]) -> tuple[object, str]:
-    del item
-    read = SWITCHES.get(value.lower(), MISSING) if isinstance(value, str) else value
-    return (read if isinstance(read, bool) else MISSING), "true or false"
-
-
-def _read_text(value: object, item: Field[object]) -> tuple[object, str]:
-    allowed: tuple[str, ...] = item.metadata.get("of", ())
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    # out=20261126, say, which a command line reads as a number
-    text = str(text) if _is_number(text, float, {}) else text
-    text = os.path.expanduser(text) if isinstance(text, str) else text  # out=~/runs, say
-    fits = isinstance(text, str) and (text in allowed if allowed else text.strip() != "" and "\0" not in text)
-    return (text if fits else MISSING), f"one of {', '.join(allowed)}" if allowed else "a text that is not empty"
-
-
-def _read_number(kind: type[int] | type[float], value: object, item: Field[object]) -> tuple[object, str]:
-    limits: Mapping[str, float] = item.metadata.get("bounds", {})
-    bounds = " and ".join(f"{words} {limits[name]}" for name, words in BOUNDS.items() if name in limits)
-    comma = ", " if bounds.startswith("at") else " " * bool(bounds)
-    allowed = f"{'a whole number' if kind is int else 'a number'}{comma}{bounds}"
-    if isinstance(value, str):
-        try:
-            value = kind(value)
-        except ValueError:
-            return MISSING, allowed
-    return (kind(value) if _is_number(value, kind, limits) else MISSING), allowed
-
-
 def _is_number(value: object, kind: type, limits: Mapping[str, float]) -> TypeGuard[float]:
     """Whether a value is a finite number of a kind within limits; a bool is none, and neither is text."""
     least, above, most, below = map(limits.get, BOUNDS)
     fits = is_number(value, least, most, above=above, below=below, whole=kind is int)
     # an integer may be larger than any float, such as 2**2000
     return fits and abs(cast(float, value)) <= sys.float_info.max
-
-
-READERS: dict[object, Callable[[object, Field[object]], tuple[object, str]]] = {
-    bool: _read_flag,
-    str: _read_text,
-    int: lambda value, item: _read_number(int, value, item),
-    float: lambda value, item: _read_number(float, value, item),
-}
 
 
 try:
@@ -658,8 +644,7 @@ class GRPOConfig(Settings):
         """
         # each by itself, then together, then what others read
         self.read()
-        _check_step(self)
-        _check_engine(self)
+        _check_together(self)
         if not passed_on:
             return
         _check_sync(self)
@@ -670,10 +655,7 @@ class GRPOConfig(Settings):
 
     def get(self, name: str) -> object:
         """Return a setting by its dotted name."""
-        value: object = self
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
+        return attrgetter(name)(self)
 
 
 def _check(holds: bool, name: str, value: object, problem: str) -> None:
@@ -681,12 +663,11 @@ def _check(holds: bool, name: str, value: object, problem: str) -> None:
         raise ConfigError(f"{name}={value} {problem}")
 
 
-def _check_step(config: GRPOConfig) -> None:
+def _check_together(config: GRPOConfig) -> None:
     """Refuse settings that are fine by themselves and not together."""
-    rollout, optim = config.rollout, config.optim
-    answers, parts = rollout.prompts_per_step * rollout.group_size, optim.minibatches
+    rollout, optim, engine = config.rollout, config.optim, config.engine
+    answers, parts, betas = rollout.prompts_per_step * rollout.group_size, optim.minibatches, optim.betas
     _check(answers % parts == 0, "optim.minibatches", parts, f"does not divide the {answers} answers of a step")
-    betas = optim.betas
     _check(len(betas) == 2, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
     decay = "times optim.lr must be below 1: a step multiplies weights by 1 - lr * weight_decay"
     _check(optim.lr * optim.weight_decay < 1, "optim.weight_decay", optim.weight_decay, decay)
@@ -694,18 +675,14 @@ def _check_step(config: GRPOConfig) -> None:
     fits = rollout.over_sample == 1 or rollout.on_stale == "drop"
     _check(fits, "rollout.over_sample", rollout.over_sample, surplus)
     _check(not (config.resume and config.overwrite), "overwrite", True, "contradicts resume=True: set one of them")
-
-
-def _check_engine(config: GRPOConfig) -> None:
-    engine, rollout = config.engine, config.rollout
-    asleep = engine.sleep and rollout.max_staleness > 0
     _check(not engine.sleep or engine.kind == "vllm", "engine.sleep", True, "needs engine.kind=vllm")
+    asleep = engine.sleep and rollout.max_staleness > 0
     _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: a sleeping engine generates nothing")
     lent = engine.connect is not None and (engine.sleep or bool(engine.arguments))
     _check(not lent, "engine.connect", engine.connect, "is started elsewhere: leave sleep and arguments out")
-    longest = engine.arguments.get("max_model_len")
     if config.parity == "exact":
         _check_parity(config)
+    longest = engine.arguments.get("max_model_len")
     if isinstance(longest, int) and not isinstance(longest, bool):
         limit = f"must be below engine.arguments.max_model_len={longest}, which has room for the prompt too"
         _check(rollout.max_new_tokens < longest, "rollout.max_new_tokens", rollout.max_new_tokens, limit)

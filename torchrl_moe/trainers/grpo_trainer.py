@@ -48,7 +48,6 @@ from torchrl_moe.trainers.run_record import (
 )
 from torchrl_moe.trainers.samples import (
     Evaluation,
-    Given,
     RewardFunction,
     RolloutSource,
     batch_metrics,
@@ -58,22 +57,6 @@ from torchrl_moe.trainers.samples import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-
-class StepClock:
-    """Counts the seconds of each phase of a training step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time inside the context towards a phase."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
 LOG = logging.getLogger(__name__)
@@ -159,43 +142,6 @@ INSIDE = ("post_loss", "process_loss", "optimizer")
 """TorchRL's stages inside of an optimizer step, which is one call here."""
 
 
-class Hooks:
-    """What a user has registered: plain callables, by TorchRL's names of the stages of a step."""
-
-    def __init__(self, log: Callable[[Mapping[str, object]], None]) -> None:
-        self._log = log
-        self._ops: dict[str, list[Callable[..., Any]]] = {stage: [] for stage in STAGES}
-
-    def add(self, stage: str, op: Callable[..., Any], **kwargs: object) -> None:
-        """Register a hook; keywords are passed to each call.
-
-        Raises:
-            ValueError: no hook runs at that stage.
-        """
-        if stage in INSIDE:
-            raise ValueError(
-                f"no hook runs at {stage!r}, inside of an optimizer step, which is one call here: register it at "
-                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
-            )
-        if stage not in self._ops:
-            raise ValueError(f"there is no stage {stage!r} for a hook: {nearest(stage, STAGES)}")
-        self._ops[stage].append(partial(op, **kwargs) if kwargs else op)
-
-    def run(self, stage: str, *given: object) -> None:
-        """Call the hooks of a stage; what those whose names end in ``_log`` return, goes to the loggers."""
-        for op in self._ops[stage]:
-            found = op(*given)
-            if stage.endswith("_log") and found is not None:
-                self._log(found)
-
-    def changed(self, stage: str, batch: TensorDictBase) -> TensorDictBase:
-        """Return a batch as the hooks of a stage leave it: what they return, or what they have changed in place."""
-        for op in self._ops[stage]:
-            found = op(batch)
-            batch = found if isinstance(found, TensorDictBase) else batch
-        return batch
-
-
 STEPPER = "trainer_module.optimization_stepper"  # as in the checkpoints of runs of older versions
 NEVER_EVALUATED = -1e300
 REWARDED = 5
@@ -264,85 +210,76 @@ class MoEGRPOTrainer(RunReports):
             set_up = [import_function(name) for name in config.hooks]
         except ValueError as error:
             raise ConfigError(f"hooks: {error}") from error
-        self.clock, self.health, self.hooks = StepClock(), HealthMonitor(), Hooks(self._log)
+        self.health = HealthMonitor()
+        self._hooks: dict[str, list[Callable[..., Any]]] = {stage: [] for stage in STAGES}
+        self._seconds: dict[str, float] = {}  # of each phase of this step
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = self._step = 0
         self._has_ended = self._stops = self._is_asked_to_stop = self._is_interrupted = False
         self._batches: Iterator[TensorDictBase | None] | None = None
         self._process = os.getpid()
-        given = Given(dataset=dataset, env=env, rewards=rewards, held_out=held_out)
+        self.source = RolloutSource(config, dataset=dataset, env=env, rewards=rewards, held_out=held_out)
         # ends what was made if something after it fails
         with ExitStack() as made:
-            self.ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
-            made.callback(self.ranks.close)
-            with self.ranks.guard():
-                resumes = False
+            self.ranks = ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
+            made.callback(ranks.close)
+            with ranks.guard():
+                resumes, resumed = False, replace(config, resume=True, overwrite=False)
                 # cheap checks first: loading a model or starting an engine takes minutes
-                if self.ranks.is_first:
-                    RolloutSource.check_names(config, given)
+                if ranks.is_first:
+                    self.source.check_names()
                     if engine is None and config.engine.connect is None:
                         check_arguments(config)
                     resumes = resumes_after_restart(config, launch_of())
-                    refuse_older_run(_resumed(config, resumes), model)
+                    refuse_older_run(resumed if resumes else config, model)
                 # a launcher that starts all ranks again makes rank 0 resume, so the others ask it
-                self.config = _resumed(config, self.ranks.from_first(resumes, "whether to resume"))
-                self._build(model, tokenizer, engine, given, set_up, made)
+                self.config = config = resumed if ranks.from_first(resumes, "whether to resume") else config
+                self.placement = Placement.of(ranks, config)
+                random.seed(config.seed)
+                np.random.seed(config.seed)
+                torch.manual_seed(config.seed)
+                self.policy_model = starting_model(model, tokenizer, config, self.placement)
+                start = self.policy_model.start
+                try:
+                    actor = TransformersWrapper(
+                        self.policy_model.model,
+                        tokenizer=self.policy_model.tokenizer,
+                        replay=config.loss.replay,  # type: ignore[arg-type]
+                        pad_model_input=self._row_width(),
+                    )
+                    # rank 0 has data, engine, collector and files: data before the lock, the lock before any file
+                    if ranks.is_first:
+                        self.source.load(self.policy_model.tokenizer)
+                        made.enter_context(locked_folder(config))
+                    self.learner = Learner(actor, self.policy_model, config, self.placement)
+                    made.callback(self.learner.shutdown)
+                    self.rollout_engine = RolloutEngine(
+                        self.policy_model, config, Path(config.out), engine, is_first=ranks.is_first
+                    )
+                    start = self.rollout_engine.start
+                    made.callback(self.rollout_engine.shutdown)
+                    self.collector: AsyncLLMCollector | None = None
+                    loggers = []
+                    if self.rollout_engine.policy is not None:
+                        self.collector = make_collector(config, self.source, self.rollout_engine.policy)
+                        made.callback(self.collector.shutdown)
+                        self.rollout_engine.sender.register_collector(self.collector)
+                        loggers = make_loggers(config)
+                    self.evaluation = Evaluation(lambda: self.evaluate(), config.eval.every if ranks.is_first else 0)
+                    made.callback(self.evaluation.close)
+                    ranks.meet("assembling the run", patient=True)
+                    # any mistake, on any rank, was noticed before this point; an older run is replaced by the first
+                    # step's end
+                    self._restore(made)
+                    self.record.loggers = loggers
+                    self.progress = Progress(config)
+                    for hook in set_up:
+                        hook(self)
+                except BaseException:
+                    # the run does not begin: the model that it would have started from goes too, after the engine
+                    if start is not None and ranks.is_first:
+                        made.callback(shutil.rmtree, start, True)
+                    raise
             self._made = made.pop_all()
-
-    def _build(
-        self,
-        model: ModelLike | None,
-        tokenizer: Tokenizer | None,
-        engine: AsyncVLLM | None,
-        given: Given,
-        set_up: Sequence[Callable[..., object]],
-        made: ExitStack,
-    ) -> None:
-        """Make the model, what trains it, what generates, and what is kept of the run."""
-        config, ranks, folder = self.config, self.ranks, Path(self.config.out)
-        self.placement = Placement.of(ranks, config)
-        random.seed(config.seed)
-        np.random.seed(config.seed)
-        torch.manual_seed(config.seed)
-        self.policy_model = starting_model(model, tokenizer, config, self.placement)
-        start = self.policy_model.start
-        try:
-            actor = TransformersWrapper(
-                self.policy_model.model,
-                tokenizer=self.policy_model.tokenizer,
-                replay=config.loss.replay,  # type: ignore[arg-type]
-                pad_model_input=self._row_width(),
-            )
-            # rank 0 has data, engine, collector and files: data before the lock, the lock before anything is written
-            self.source = RolloutSource(None, None)
-            if ranks.is_first:
-                self.source = RolloutSource.of(config, self.policy_model.tokenizer, given)
-                made.enter_context(locked_folder(config))
-            self.learner = Learner(actor, self.policy_model, config, self.placement)
-            made.callback(self.learner.shutdown)
-            self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine, is_first=ranks.is_first)
-            start = self.rollout_engine.start
-            made.callback(self.rollout_engine.shutdown)
-            self.collector: AsyncLLMCollector | None = None
-            loggers = []
-            if self.rollout_engine.policy is not None:
-                self.collector = make_collector(config, self.source, self.rollout_engine.policy)
-                made.callback(self.collector.shutdown)
-                self.rollout_engine.sender.register_collector(self.collector)
-                loggers = make_loggers(config)
-            self.evaluation = Evaluation(lambda: self.evaluate(), config.eval.every if ranks.is_first else 0)
-            made.callback(self.evaluation.close)
-            ranks.meet("assembling the run", patient=True)
-            # any mistake, on any rank, was noticed before this point; an older run is replaced by the first step's end
-            self._restore(made)
-            self.record.loggers = loggers
-            self.progress = Progress(config)
-            for hook in set_up:
-                hook(self)
-        except BaseException:
-            # the run does not begin: the model that it would have started from goes too, after the engine
-            if start is not None and ranks.is_first:
-                made.callback(shutil.rmtree, start, True)
-            raise
 
     def _row_width(self) -> int | None:
         """Return the width of rows under ``parity=exact``; ``None``: batches are laid out as is best."""
@@ -390,7 +327,14 @@ class MoEGRPOTrainer(RunReports):
         Raises:
             ValueError: there is no such stage, or it is inside of an optimizer step.
         """
-        self.hooks.add(dest, op, **kwargs)
+        if dest in INSIDE:
+            raise ValueError(
+                f"no hook runs at {dest!r}, inside of an optimizer step, which is one call here: register it at "
+                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
+            )
+        if dest not in self._hooks:
+            raise ValueError(f"there is no stage {dest!r} for a hook: {nearest(dest, STAGES)}")
+        self._hooks[dest].append(partial(op, **kwargs) if kwargs else op)
 
     register_hook = register_op
 
@@ -407,8 +351,19 @@ class MoEGRPOTrainer(RunReports):
         """Optimizer steps so far: TorchRL's own hooks read it."""
         return self.learner.stepper.count
 
-    def _log(self, values: Mapping[str, object]) -> None:
-        self.record.log(values, self._step)
+    def _run_hooks(self, stage: str, *given: object) -> None:
+        """Call the hooks of a stage; what those whose names end in ``_log`` return, goes to the loggers."""
+        for op in self._hooks[stage]:
+            found = op(*given)
+            if stage.endswith("_log") and found is not None:
+                self.record.log(found, self._step)
+
+    def _changed(self, stage: str, batch: TensorDictBase) -> TensorDictBase:
+        """Return a batch as the hooks of a stage leave it: what they return, or what they have changed in place."""
+        for op in self._hooks[stage]:
+            found = op(batch)
+            batch = found if isinstance(found, TensorDictBase) else batch
+        return batch
 
     # -- a step
 
@@ -421,77 +376,96 @@ class MoEGRPOTrainer(RunReports):
         self._check_not_ended()
         if self._stops or self.steps_done >= self.config.steps:
             return False
+        config, engine, optim, stepper = self.config, self.rollout_engine, self.config.optim, self.learner.stepper
+        run = self._run_hooks
         with self.ranks.guard():
-            return self._make_step()
+            self._seconds, self._step = {}, self.steps_done
+            # collect: rank 0 has the answers, with the experts that the engine chose
+            with self._timed("generate"):
+                if self._batches is None:
+                    self._batches = iter(()) if self.collector is None else iter(self.collector)
+                self.evaluation.begin(self.steps_done, not self._unsynced)
+                try:
+                    collected = next(self._batches, None)
+                except BaseException:
+                    self._batches = None  # an iterator that has raised is at its end; the collector may not be
+                    raise
+            # the trainer may need the engine's memory, which cannot evaluate meanwhile
+            if collected is not None and config.engine.sleep:
+                self.evaluation.wait()
+                engine.engine.sleep()
+            with self._timed("score"):
+                # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
+                metrics: dict[str, float] = {}
+                if collected is not None:
+                    version = engine.version + self._unsynced  # also an update that the engine lacks
+                    rows = sample_rows(collected.unbind(0))
+                    metrics = batch_metrics(rows, version)
+                    if config.log.samples:
+                        self.record.add_samples(self.steps_done, collected, config.log.samples)
+                    collected = advantages(config.loss.advantage, collected, sum(row.ends for row in rows))
+                    collected.set("current_version", torch.full(collected.batch_size, version))
+                batch = self._share(collected)
+                if batch is None:
+                    return False
+                # score: log-probs before the first update, and how far engine and trainer are apart
+                is_measured = _is_due(self.steps_done, config.eval.mismatch_every)
+                metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
+                self._refuse_a_fault(batch, metrics)
+            # optimise in minibatches, in a new order in each epoch
+            batch = self._changed("batch_process", batch)
+            with self._timed("train"):
+                run("pre_steps_log", batch)
+                run("pre_optim_steps")
+                losses: list[TensorDictBase] = []
+                for _ in range(optim.epochs):
+                    run("pre_epoch_log", batch)
+                    for part in minibatches(self._changed("pre_epoch", batch), optim.minibatches, self.ranks):
+                        part = self._changed("process_optim_batch", part)
+                        losses.append(stepper.step(part))
+                        run("post_optim")
+                        run("post_optim_log", part)
+                    run("post_epoch_log", batch)
+                    run("post_epoch")
+                run("post_optim_complete_log", stepper.count, _mean(losses))
+            metrics |= stepper.take_metrics()
+            self.steps_done += 1
+            # an evaluation that still runs asks for answers by the weights that now change
+            metrics |= self.evaluation.take()
+            # sync: every few steps if so configured, and always the weights of the last step
+            with self._timed("sync"):
+                self._unsynced += 1
+                if self.steps_done % config.engine.sync_every == 0 or self.steps_done == config.steps:
+                    self.ranks.meet("weight sync", patient=True)
+                    engine.sync()
+                    self._unsynced = 0
+                if config.engine.sleep:
+                    engine.engine.wake_up()
+            run("post_steps")
+            # record; the next evaluation runs beside the next step, or ends the last one
+            if self.ranks.is_first:
+                self._record(metrics)
+            run("post_steps_log", batch)
+            # save; the run is over after its last step, or because a rank was asked to stop, or interrupted
+            self.ranks.meet("the end of a step", patient=True)
+            is_over = self._is_asked_to_stop or self._is_interrupted or self.steps_done >= config.steps
+            self._stops = any(self.ranks.gather(is_over))
+            self.save_trainer(force_save=self._stops)
+            return True
 
     def _check_not_ended(self) -> None:
         if self._has_ended:
             how = "continue with another trainer and config.resume=True"
             raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
 
-    def _make_step(self) -> bool:
-        config, clock = self.config, self.clock
-        clock.seconds, self._step = {}, self.steps_done
-        # collect: rank 0 has the answers, with the experts that the engine chose
-        with clock("generate"):
-            collected = self._collected()
-        # the trainer may need the engine's memory, which cannot evaluate meanwhile
-        if collected is not None and config.engine.sleep:
-            self.evaluation.wait()
-            self.rollout_engine.engine.sleep()
-        with clock("score"):
-            # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
-            metrics: dict[str, float] = {}
-            if collected is not None:
-                collected, metrics = self._prepare(collected)
-            batch = self._share(collected)
-            if batch is None:
-                return False
-            # score: log-probs before the first update, and how far engine and trainer are apart
-            is_measured = _is_due(self.steps_done, config.eval.mismatch_every)
-            metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
-            self._refuse_a_fault(batch, metrics)
-        # optimise in minibatches
-        batch = self.hooks.changed("batch_process", batch)
-        with clock("train"):
-            self._optimise(batch)
-        metrics |= self.learner.stepper.take_metrics()
-        self.steps_done += 1
-        # sync: an evaluation that still runs asks for answers by the weights that now change
-        metrics |= self.evaluation.take()
-        with clock("sync"):
-            self._sync()
-        self.hooks.run("post_steps")
-        # record; the next evaluation runs beside the next step, or ends the last one
-        if self.ranks.is_first:
-            self._record(metrics)
-        self.hooks.run("post_steps_log", batch)
-        # save
-        self._stops = self._agreed_to_stop()
-        self.save_trainer(force_save=self._stops)
-        return True
-
-    def _collected(self) -> TensorDictBase | None:
-        """Return rank 0's next batch, ``[rows]``; ``None``: there are no more, or another rank has them."""
-        if self._batches is None:
-            self._batches = iter(self.collector) if self.collector is not None else iter(())
-        self.evaluation.begin(self.steps_done, not self._unsynced)
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds inside the context towards a phase of this step."""
+        began = time.perf_counter()
         try:
-            return next(self._batches, None)
-        except BaseException:
-            self._batches = None  # an iterator that has raised is at its end; the collector may not be
-            raise
-
-    def _prepare(self, batch: TensorDictBase) -> tuple[TensorDictBase, dict[str, float]]:
-        """Return a whole batch with advantages, and its metrics."""
-        config = self.config
-        version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
-        rows = sample_rows(batch.unbind(0))
-        metrics = batch_metrics(rows, version)
-        if config.log.samples:
-            self.record.add_samples(self.steps_done, batch, config.log.samples)
-        batch = advantages(config.loss.advantage, batch, sum(row.ends for row in rows))
-        return batch.set("current_version", torch.full(batch.batch_size, version)), metrics
+            yield
+        finally:
+            self._seconds[phase] = time.perf_counter() - began
 
     def _share(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         """Give each rank whole groups of rank 0's batch; return this one's, or ``None`` if there is no batch."""
@@ -533,45 +507,16 @@ class MoEGRPOTrainer(RunReports):
             "tokens. eval.max_mismatch=null trains on"
         )
 
-    def _optimise(self, batch: TensorDictBase) -> None:
-        """Update on a batch's minibatches, in a new order in each epoch."""
-        run, optim = self.hooks.run, self.config.optim
-        run("pre_steps_log", batch)
-        run("pre_optim_steps")
-        losses: list[TensorDictBase] = []
-        for _ in range(optim.epochs):
-            run("pre_epoch_log", batch)
-            for part in minibatches(self.hooks.changed("pre_epoch", batch), optim.minibatches, self.ranks):
-                part = self.hooks.changed("process_optim_batch", part)
-                losses.append(self.learner.stepper.step(part))
-                run("post_optim")
-                run("post_optim_log", part)
-            run("post_epoch_log", batch)
-            run("post_epoch")
-        run("post_optim_complete_log", self.learner.stepper.count, _mean(losses))
-
-    def _sync(self) -> None:
-        """Send the weights to the engine: every few steps if so configured, and always those of the last step."""
-        self._unsynced += 1
-        if self.steps_done % self.config.engine.sync_every == 0 or self.steps_done == self.config.steps:
-            self.ranks.meet("weight sync", patient=True)
-            self.rollout_engine.sync()
-            self._unsynced = 0
-        if self.config.engine.sleep:
-            self.rollout_engine.engine.wake_up()
-
     def _record(self, metrics: dict[str, float]) -> None:
         """Write and show the step's metrics, and warn of what they show."""
-        seconds = dict(self.clock.seconds)
+        seconds = dict(self._seconds)
         self.trained_tokens += int(metrics["tokens"])
         # the next evaluation runs beside the next step; after the last there is none to run beside
-        is_last = self.steps_done >= self.config.steps
-        if is_last:
+        if self.steps_done >= self.config.steps:
             self.evaluation.begin(self.steps_done, not self._unsynced, is_last=True)
             metrics |= self.evaluation.take()
-        stats, first_failure = {}, None
-        if self.collector is not None:
-            stats, first_failure = self.collector.stats(), self.collector.first_failure
+        assert self.collector is not None
+        stats = self.collector.stats()
         row = self.record.add(
             {
                 "step": self.steps_done - 1,
@@ -582,7 +527,7 @@ class MoEGRPOTrainer(RunReports):
                 **{f"seconds_{phase}": value for phase, value in seconds.items()},
                 # groups that failed so far, in a reward or an environment, and what the first of them said
                 "failures": int(stats.get("collector/failures", 0)),
-                "first_failure": first_failure or "",
+                "first_failure": self.collector.first_failure or "",
                 **{name: value for name, value in stats.items() if "idle" in name},
             }
         )
@@ -606,11 +551,12 @@ class MoEGRPOTrainer(RunReports):
             if self.ranks.is_first:
                 self.progress.begin(self.steps_done)
             ends.callback(setattr, self, "_has_ended", True)  # in mid-step, weights and collector may be inconsistent
-            with finishing(self._interrupt, self.shutdown, grace):
-                self.hooks.run("setup")
+            # the ranks agree on an interrupt at the end of a step
+            with finishing(partial(setattr, self, "_is_interrupted", True), self.shutdown, grace):
+                self._run_hooks("setup")
                 while not self._stops and self.step():
                     pass
-                self.hooks.run("shutdown")
+                self._run_hooks("shutdown")
                 if self.collector is not None:
                     self.collector.shutdown()
                 can_continue = self.steps_done < self.config.steps and self.config.checkpoint.every > 0
@@ -620,36 +566,27 @@ class MoEGRPOTrainer(RunReports):
                     f"{self.config.out}"
                 )
 
-    def _interrupt(self) -> None:
-        self._is_interrupted = True  # the ranks agree on it at the end of a step
-
     def request_stop(self, reason: str | None = None) -> None:
         """Stop after this step, on all ranks."""
         if reason:
             LOG.info("the run stops: %s", reason)
         self._is_asked_to_stop = True
 
-    def _agreed_to_stop(self) -> bool:
-        """Whether the run is over: after its last step, or because a rank was asked to stop, or interrupted."""
-        self.ranks.meet("the end of a step", patient=True)
-        own = self._is_asked_to_stop or self._is_interrupted or self.steps_done >= self.config.steps
-        return any(self.ranks.gather(own))
-
     def save_trainer(self, force_save: bool = False) -> None:
         """Begin to write a checkpoint, if one is due; one that does not fit on the disk is a warning."""
         every = self.config.checkpoint.every
-        if (force_save and every) or _is_due(self.steps_done, every):
-            self.evaluation.wait()  # it rates the weights that are saved
-            self.checkpoints.save(self.steps_done, self._judgement())
-            if force_save:
-                self.checkpoints.wait()
-
-    def _judgement(self) -> float:
-        """Return the score that selects the best checkpoint: weights that were not evaluated are never the best."""
+        if not ((force_save and every) or _is_due(self.steps_done, every)):
+            return
+        self.evaluation.wait()  # it rates the weights that are saved
+        # the score that selects the best checkpoint: weights that were not evaluated are never the best
         if self.source.held_out and self.config.eval.every:
-            return self.evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
-        rewards = self.record.column("reward")[-REWARDED:]
-        return sum(rewards) / max(len(rewards), 1)
+            score = self.evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
+        else:
+            rewards = self.record.column("reward")[-REWARDED:]
+            score = sum(rewards) / max(len(rewards), 1)
+        self.checkpoints.save(self.steps_done, score)
+        if force_save:
+            self.checkpoints.wait()
 
     # -- state, as a component of a checkpoint
 
@@ -720,8 +657,3 @@ def _read(given: object) -> GRPOConfig:
     config = copy.deepcopy(config)  # the user's own may change while the run goes on
     config.check()
     return config
-
-
-def _resumed(config: GRPOConfig, resumes: bool) -> GRPOConfig:
-    """Return the configuration of a run that resumes, because a launcher has started it again, or as it is."""
-    return replace(config, resume=True, overwrite=False) if resumes else config

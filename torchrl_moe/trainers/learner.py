@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,8 +83,15 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int 
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    whole = [list(range(len(lengths)))] if lengths else []
-    parts = whole if max_tokens is None else _packed(lengths, max_tokens)
+    parts: list[list[int]] = []
+    if max_tokens is None and lengths:
+        parts.append(list(range(len(lengths))))
+    elif max_tokens is not None:
+        for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # stable: ties keep their order
+            if parts and lengths[parts[-1][0]] * (len(parts[-1]) + 1) <= max_tokens:
+                parts[-1].append(index)
+            else:
+                parts.append([index])
     # more parts than memory needs, where another rank has more: halve the part with most samples
     while len(parts) < at_least:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]), default=0)
@@ -93,17 +100,6 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int 
             return parts + [[]] * (at_least - len(parts))
         half = len(samples) // 2
         parts[largest : largest + 1] = [samples[:half], samples[half:]]
-    return parts
-
-
-def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # stable: ties keep their order
-        longest = lengths[parts[-1][0]] if parts else 0
-        if parts and longest * (len(parts[-1]) + 1) <= max_tokens:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
     return parts
 
 
@@ -210,54 +206,21 @@ class TokenStepper:
     def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Accumulate a minibatch's gradient; return its metrics over all ranks, each ``[]``."""
         batch = in_rows(batch)  # a hook may have made it dense
-        # leave out samples without a gradient, and pack the others into micro-batches
-        kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # metrics of one
+        loss, router_loss = self.loss, self.loss.router_loss
+        # leave out samples without an advantage, unless a term has a gradient whatever the advantage is
+        takes_all = loss.entropy_bonus or loss.kl_to_ref_coeff or loss.kl_to_inference_coeff or router_loss is not None
+        rows = batch.unbind(0)
+        kept = [i for i, row in enumerate(rows) if takes_all or bool(row.get(loss.tensor_keys.advantage).any())]
+        kept = kept or [0]  # metrics of one
+        # pack the others into micro-batches
         lengths = lengths_of(batch)
         split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)
-        parts = [batch[[kept[i] for i in part]] for part in split if part]
+        parts = [batch[[kept[i] for i in samples]] for samples in split if samples]
         shortest = batch[[min(kept, key=lambda i: lengths[i])]]
-        idle = len(split) - len(parts)  # extra passes, because other ranks have more parts
-        # each part is divided by the whole minibatch's tokens, so that the gradients add up
-        self._set_denominators(batch, parts, [shortest] * idle)
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
-        tokens = 0.0
-        for rows in parts:
-            out = self._backward(rows)
-            count = float(sum(len(row.get(("tokens", "response"))) for row in rows.unbind(0)))
-            tokens += count
-            for name, value in out.items():
-                if value.ndim == 0:
-                    sums[name] = sums[name] + value.detach().float().cpu() * (1.0 if _adds_up(name) else count)
-        # collectives of a shared model: as many passes as the rank with most, of which these count for nothing
-        for _ in range(idle):
-            self._backward(shortest, weight=0.0)
-        return self._whole(sums, tokens)
-
-    def _backward(self, rows: TensorDictBase, weight: float = 1.0) -> Mapping[str, Tensor]:
-        with self.precision():
-            out = self.loss(rows)
-        total = sum(value for name, value in out.items() if name.startswith("loss_"))
-        assert isinstance(total, Tensor)
-        (total if weight == 1.0 else total * weight).backward()
-        return out
-
-    def _whole(self, sums: dict[str, Tensor], tokens: float) -> dict[str, Tensor]:
-        """Return metrics of all ranks; their losses are averaged, as their gradients are: see :meth:`Ranks.sum`."""
-        every = self._placement.gather((dict(sums), tokens))
-        total = sum(count for _, count in every)
-        return {
-            name: sum((one[name] for one, _ in every), torch.zeros(()))
-            / (len(every) if name.startswith("loss_") else 1.0 if _adds_up(name) else max(total, 1.0))
-            for name in sums
-        }
-
-    def _set_denominators(
-        self, batch: TensorDictBase, parts: Sequence[TensorDictBase], idle: Sequence[TensorDictBase]
-    ) -> None:
-        """Store in each sample the denominators of the whole minibatch's losses."""
-        # a router loss needs totals over all parts before the first of them is computed
-        numbers: dict[NestedKey, Any] = dict(self.loss.denominators(batch))
-        router_loss = self.loss.router_loss
+        idle = [shortest] * (len(split) - len(parts))  # extra passes, because other ranks have more parts
+        # each part is divided by the whole minibatch's tokens, so that the gradients add up; a router loss needs totals
+        # over all parts before the first of them is computed
+        numbers: dict[NestedKey, Any] = dict(loss.denominators(batch))
         if router_loss is not None and (len(parts) > 1 or self.ranks.size > 1):
             with self.precision():
                 numbers.update(router_loss.totals(parts))
@@ -266,14 +229,31 @@ class TokenStepper:
         for key, number in self.ranks.sum(numbers).items():
             value = torch.as_tensor(number)
             batch.set(key, value.expand(*batch.batch_size, *value.shape))
-
-    def _has_gradient(self, sample: TensorDictBase) -> bool:
-        loss = self.loss
-        # these terms have a gradient whatever the advantage is
-        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff or loss.kl_to_inference_coeff
-        if penalties or loss.router_loss is not None:
-            return True
-        return bool(sample.get(loss.tensor_keys.advantage).any())
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
+        tokens = 0.0
+        for place, part in enumerate([*parts, *idle]):
+            with self.precision():
+                out = loss(part)
+            total = sum(value for name, value in out.items() if name.startswith("loss_"))
+            assert isinstance(total, Tensor)
+            # collectives of a shared model: as many passes as the rank with most, of which these count for nothing
+            if place >= len(parts):
+                (total * 0.0).backward()
+                continue
+            total.backward()
+            count = float(sum(len(row.get(("tokens", "response"))) for row in part.unbind(0)))
+            tokens += count
+            for name, value in out.items():
+                if value.ndim == 0:
+                    sums[name] = sums[name] + value.detach().float().cpu() * (1.0 if _adds_up(name) else count)
+        # of all ranks; their losses are averaged, as their gradients are: see Ranks.sum
+        every = self._placement.gather((dict(sums), tokens))
+        all_tokens = max(sum(count for _, count in every), 1.0)
+        found = {}
+        for name in sums:
+            divisor = len(every) if name.startswith("loss_") else 1.0 if _adds_up(name) else all_tokens
+            found[name] = sum((one[name] for one, _ in every), torch.zeros(())) / divisor
+        return found
 
     def state_dict(self) -> dict[str, object]:
         """Return the schedule's state, and the numbers of steps; the optimizer is a separate component."""
@@ -294,10 +274,11 @@ def _adds_up(name: str) -> bool:
 # A batch's mismatch, proximal and reference log-probs, before the first update.
 PROX_KEY, REFERENCE_KEY = "prox", "ref_log_probs"
 MISMATCH_COLUMNS = {
-    "mismatch_kl": "k3",
-    "dlogp_mean": "dlogp_mean",
-    "dlogp_max": "dlogp_max",
-    "extreme_fraction": "extreme_fraction",
+    "mismatch_kl": "mismatch/k3",
+    "dlogp_mean": "mismatch/dlogp_mean",
+    "dlogp_max": "mismatch/dlogp_max",
+    "extreme_fraction": "mismatch/extreme_fraction",
+    "agreement": "routing/agreement",
 }
 """Column of a run's record -> metric of :class:`~torchrl_moe.objectives.MismatchMetrics`."""
 
@@ -336,14 +317,16 @@ class RolloutScores:
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
         """Score a batch, in place; return the mismatch between trainer and engine, if requested."""
-        found = _Found()
+        metrics, live = _metrics(), _metrics()
+        entropy = tokens = 0.0
         scores = with_mismatch or self.writes_prox or self.actor.replay == "R2"
         for part, counts in self._parts(batch) if scores else ():
             # the policy, on recorded experts; R2 records them here
             with self.precision():
                 log_probs, spread, _ = self.scorer.score(part, entropy=with_mismatch)
-            if self.writes_prox:
-                self._write(part, log_probs)
+            if self.writes_prox:  # each sample gets its row, without the padding on the left
+                for sample, row in zip(part.unbind(0), log_probs, strict=True):
+                    sample.set((PROX_KEY, "full"), row[len(row) - len(sample.get(("tokens", "full"))) :].cpu())
             if not with_mismatch:
                 continue
             # and once more on its own router, to see what replay removes
@@ -351,14 +334,35 @@ class RolloutScores:
             if self.live is not None:
                 with self.precision():
                     unaided = self.live.score(part.copy(), entropy=False)[0]
-            if counts:
-                assert spread is not None
-                found.add(part, version, log_probs, spread, unaided)
+            if not counts:
+                continue
+            assert spread is not None
+            metrics.update(part, log_probs, version=version)
+            key = ("log_probs", "full")
+            sampled = part.get(key, as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+            known = sampled.isfinite().to(log_probs.device)
+            entropy, tokens = entropy + float(spread[known].sum()), tokens + float(known.sum())
+            if unaided is not None:
+                live.update(part, unaided)
         if self.reference is not None:  # last: it follows the experts that R2 has recorded by now
             for part, _ in self._parts(batch):
                 with self.precision():
                     self.reference(part)
-        return _Found.of(self._placement.gather(found)).columns(self._watch) if with_mismatch else {}
+        if not with_mismatch:
+            return {}
+        # of all ranks; the watch keeps what it warned of, and takes this batch's numbers
+        every = self._placement.gather((metrics, live, entropy, tokens))
+        self._watch.reset()
+        live = _metrics()
+        for of_rank, live_of_rank, _, _ in every:
+            self._watch.merge(of_rank)
+            live.merge(live_of_rank)
+        found, without = self._watch.compute(), live.compute()
+        columns = {name: found[key] for name, key in MISMATCH_COLUMNS.items() if key in found}
+        if "mismatch/dlogp_mean" in without:
+            columns["dlogp_live"] = without["mismatch/dlogp_mean"]
+        columns["entropy"] = sum(one[2] for one in every) / max(sum(one[3] for one in every), 1.0)
+        return columns
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
         """Yield micro-batches, and whether they count: copies that do not give all ranks as many passes."""
@@ -366,61 +370,6 @@ class RolloutScores:
         for part in micro_batches_of_ranks(lengths, self.max_tokens, self._placement.ranks):
             shortest = min(range(len(lengths)), key=lambda i: lengths[i])
             yield (batch[part], True) if part else (batch[[shortest]].clone(), False)
-
-    @staticmethod
-    def _write(part: TensorDictBase, log_probs: torch.Tensor) -> None:
-        """Give each sample its row, without the padding on the left."""
-        for sample, row in zip(part.unbind(0), log_probs, strict=True):
-            sample.set((PROX_KEY, "full"), row[len(row) - len(sample.get(("tokens", "full"))) :].cpu())
-
-
-class _Found:
-    """Metrics of a batch, to be combined over all ranks."""
-
-    def __init__(self) -> None:
-        self.metrics, self.live = _metrics(), _metrics()
-        self.entropy = self.tokens = 0.0
-
-    def add(
-        self,
-        part: TensorDictBase,
-        version: int,
-        log_probs: torch.Tensor,
-        spread: torch.Tensor,
-        unaided: torch.Tensor | None,
-    ) -> None:
-        """Add a micro-batch: its scores, entropies, and scores by the live router."""
-        self.metrics.update(part, log_probs, version=version)
-        sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
-        known = sampled.isfinite().to(log_probs.device)
-        self.entropy += float(spread[known].sum())
-        self.tokens += float(known.sum())
-        if unaided is not None:
-            self.live.update(part, unaided)
-
-    @classmethod
-    def of(cls, every: Sequence[_Found]) -> _Found:
-        """Combine the metrics of all ranks."""
-        first, *others = every
-        for other in others:
-            first.metrics.merge(other.metrics)
-            first.live.merge(other.live)
-            first.entropy, first.tokens = first.entropy + other.entropy, first.tokens + other.tokens
-        return first
-
-    def columns(self, watch: MismatchMetrics) -> dict[str, float]:
-        """Return the columns of a run's record; ``watch`` warns of a mismatch that was not there in the last batch."""
-        # the watch keeps what it warned of, and takes this batch's numbers
-        watch.reset()
-        watch.merge(self.metrics)
-        found, unaided = watch.compute(), self.live.compute()
-        keys = {name: f"mismatch/{metric}" for name, metric in MISMATCH_COLUMNS.items()}
-        columns = {name: found[key] for name, key in keys.items() if key in found}
-        if "mismatch/dlogp_mean" in unaided:
-            columns["dlogp_live"] = unaided["mismatch/dlogp_mean"]
-        if "routing/agreement" in found:
-            columns["agreement"] = found["routing/agreement"]
-        return {**columns, "entropy": self.entropy / max(self.tokens, 1.0)}
 
 
 def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
@@ -435,13 +384,12 @@ Reference = Callable[[TensorDictBase], TensorDictBase]
 
 def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     """Return the loss of a run."""
-    where = _where(config, actor.model)
     # the loss itself scores the reference by switching the adapter off
-    by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
+    own = {"reference": "adapter"} if _reference_kind(config, actor.model) == "adapter" else {}
     top_k, experts = config.loss.router.get("top_k"), _of_model(actor, EXPERT_COUNTS)
     if top_k is not None and experts is not None and top_k > experts:
         raise ConfigError(f"loss.router.top_k={top_k} is more than the {experts} experts of the model")
-    return config.loss.build(actor, _of_model(actor, TOP_K), **({"reference": "adapter"} if by_adapter else {}))
+    return config.loss.build(actor, _of_model(actor, TOP_K), **own)
 
 
 def _of_model(actor: TransformersWrapper, names: Sequence[str]) -> int | None:
@@ -451,15 +399,13 @@ def _of_model(actor: TransformersWrapper, names: Sequence[str]) -> int | None:
     return next((number for number in found if isinstance(number, int) and number), None)
 
 
-def _needs_reference(arguments: Mapping[str, object]) -> bool:
-    return bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
-
-
-def _where(config: GRPOConfig, model: nn.Module) -> str:
-    """Return which kind of reference to use."""
-    where, adapted = config.loss.reference, has_adapters(model)
+def _reference_kind(config: GRPOConfig, model: nn.Module) -> str:
+    """Return which kind of reference to use; ``""``: the loss reads none."""
+    where, adapted, arguments = config.loss.reference, has_adapters(model), config.loss.arguments
     if where == "adapter" and not adapted:
         raise ConfigError("loss.reference=adapter needs an adapter to switch off: set model.lora.rank")
+    if not arguments.get("kl_to_ref_coeff") and arguments.get("kl_mask_threshold") is None:
+        return ""
     return ("adapter" if adapted else "model") if where == "auto" else where
 
 
@@ -467,9 +413,9 @@ def build_reference(
     actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig, placement: Placement | None = None
 ) -> tuple[Reference | None, Callable[[], None]]:
     """Return what writes the reference's log-probs, if the loss reads any, and a function that shuts it down."""
-    where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
+    where = _reference_kind(config, policy_model.model)
     shared = placement is not None and placement.is_shared  # a sharded model cannot be copied: it is loaded again
-    if where == "adapter":  # the loss scores it itself
+    if where in ("", "adapter"):  # the loss scores an adapter's itself
         return None, lambda: None
     if where == "model":
         follows = config.loss.replay != "none"  # as a switched-off adapter does: both score the same routes

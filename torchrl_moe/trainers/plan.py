@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from torchrl_moe._compat_memory import peak_bytes, without_memory
 from torchrl_moe.modules.backends.checkpoint import check_reachable
@@ -61,16 +59,6 @@ class PlanRow:
 def share_of(numbers: int, shards: int, each: int) -> int:
     """Return the bytes of the largest share, when elements of ``each`` bytes are split into so many shares."""
     return -(-numbers // shards) * each
-
-
-def shards(config: GRPOConfig) -> int:
-    """Return the number of ranks that a weight is split over."""
-    return config.hardware.trainer_gpus // config.placement.replicate
-
-
-def ranks_of_host(config: GRPOConfig) -> int:
-    """Return the number of ranks on rank 0's host."""
-    return min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
 
 
 # The size of a model, computed from its configuration; no weights are loaded or allocated.
@@ -157,12 +145,26 @@ class ModelSizes:
         counts = {name: weight.numel() for name, weight in model.named_parameters()}
         layers = int(text.num_hidden_layers)
         by_layer = [sum(n for name, n in counts.items() if f"layers.{i}." in name) for i in range(layers)]
-        adapter = sum(n for name, n in counts.items() if "lora_" in name)
+        # weights that the adapter changes, each as it is sent
+        adapted = 0
+        if has_adapters(model):
+            base = base_model(model)
+            lora = LoraLayers(base)
+            weights = dict(lora.own_weights(base.state_dict()))
+            adapted = sum(weights[key].numel() for key in lora.in_use())
+        # a token's cache: keys and values of each head, or DeepSeek's latent attention, which is one vector and the
+        # rotated part of the keys
+        latent = getattr(text, "kv_lora_rank", None)
+        if latent:
+            kv_heads, kv = 1, int(latent) + int(text.qk_rope_head_dim)
+        else:
+            kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+            kv = 2 * kv_heads * int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
         return cls(
             parameters=sum(counts.values()),
             trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-            adapter=adapter,
-            adapted=_adapted(model),
+            adapter=sum(n for name, n in counts.items() if "lora_" in name),
+            adapted=adapted,
             layer=max(by_layer),
             outside=sum(counts.values()) - sum(by_layer),
             experts=sum(n for name, n in counts.items() if ".experts." in name and "lora_" not in name),
@@ -172,8 +174,8 @@ class ModelSizes:
             layers=layers,
             top_k=_first(text, TOP_KS),
             num_experts=_first(text, EXPERT_COUNTS),
-            kv=layers * _kv_per_layer(text),
-            kv_heads=_kv_heads(text),
+            kv=layers * kv,
+            kv_heads=kv_heads,
         )
 
     @property
@@ -231,23 +233,20 @@ def _peak(
                 weight.data = weight.data.to(dtype)  # as it is gathered
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)  # accumulated by earlier micro-batches
-        autocast: AbstractContextManager[object] = nullcontext()
-        if not sharded and dtype != torch.float32:
-            autocast = torch.autocast("cpu", dtype)
-        return peak_bytes(lambda: _step(model, sequences, tokens, autocast))
 
+        def step() -> None:
+            # forward and backward as the trainer does: scores of all tokens, no logits; the inputs count, too
+            scoring = ScoringModel(model)
+            scoring.splits = True  # the check needs real values
+            ids = torch.zeros(sequences, tokens, dtype=torch.long)
+            inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
+            rows = torch.arange(ids.numel())
+            selection = Selection(rows=rows, tokens=ids.flatten(), temperature=1.0, entropy=True)
+            with torch.autocast("cpu", dtype, enabled=not sharded and dtype != torch.float32):
+                log_probs, _, _ = scoring(inputs, selection)
+            log_probs.sum().backward()
 
-def _step(model: nn.Module, sequences: int, tokens: int, precision: AbstractContextManager[object]) -> None:
-    """Run a forward and backward pass as the trainer does: scores of all tokens, no logits."""
-    scoring = ScoringModel(model)
-    scoring.splits = True  # the check needs real values
-    ids = torch.zeros(sequences, tokens, dtype=torch.long)
-    inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
-    rows = torch.arange(ids.numel())
-    selection = Selection(rows=rows, tokens=ids.flatten(), temperature=1.0, entropy=True)
-    with precision:
-        log_probs, _, _ = scoring(inputs, selection)
-    log_probs.sum().backward()
+        return peak_bytes(step)
 
 
 def _made(hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -266,160 +265,13 @@ def _cut(hf_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return cut
 
 
-def _adapted(model: PreTrainedModel) -> int:
-    if not has_adapters(model):
-        return 0
-    base = base_model(model)
-    lora = LoraLayers(base)
-    weights = dict(lora.own_weights(base.state_dict()))
-    return sum(weights[key].numel() for key in lora.in_use())
-
-
-def _kv_heads(text: PreTrainedConfig) -> int:
-    if getattr(text, "kv_lora_rank", None):
-        return 1
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-
-
-def _kv_per_layer(text: PreTrainedConfig) -> int:
-    """Return the number of elements that a layer's cache holds per token."""
-    latent = getattr(text, "kv_lora_rank", None)
-    if latent:  # DeepSeek's latent attention: one vector, and the rotated part of the keys
-        return int(latent) + int(text.qk_rope_head_dim)
-    heads = _kv_heads(text)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return 2 * heads * width
-
-
 def _first(text: PreTrainedConfig, names: tuple[str, ...]) -> int:
     return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
 
 
-# The trainer's part of a plan: what each rank holds, and what it gets from the others.
 EXCHANGED = 4
 """Rows of hidden states that an exchange holds per token and expert, besides the experts' input: rows sent,
 rows received back, the same rows reordered, and weighted (transformers 5.23, ``AllToAllEP``)."""
-
-
-def compute_dtype(config: GRPOConfig) -> torch.dtype:
-    """Return the dtype of the trainer's forward passes on a GPU."""
-    return torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-
-
-def over(config: GRPOConfig) -> str:
-    """Return the text by which a plan says how weights are split."""
-    return f" / {shards(config)} ranks" if shards(config) > 1 else ""
-
-
-def longest(config: GRPOConfig, hf_config: PreTrainedConfig) -> int:
-    """Return the token count of the longest sequence that the engine accepts."""
-    text = hf_config.get_text_config()
-    return int(config.engine.arguments.get("max_model_len") or text.max_position_embeddings)
-
-
-def of_trainer(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what each rank of the trainer holds."""
-    ranks, dtype = config.hardware.trainer_gpus, compute_dtype(config)
-    # permanent first, then what is there for a while
-    yield from _states(config, sizes)
-    if ranks > 1:
-        yield from _gathered(config, sizes)
-    if _has_reference_model(config, sizes):
-        copy = share_of(sizes.parameters, shards(config), dtype.itemsize)
-        yield PlanRow(TRAINER, "reference model", copy, f"a second model{over(config)}")
-    sequences, tokens = _micro_batch(config, hf_config)
-    used = activation_bytes(hf_config, config.model, sequences, tokens, dtype, sharded=ranks > 1)
-    shape = f"{sequences} sequences of {tokens:,} tokens"
-    checkpointed = ", layers computed again" if config.model.activation_checkpointing else ""
-    yield PlanRow(TRAINER, "a micro-batch", used, f"forward and backward of {shape}{checkpointed}", at_once=False)
-    if config.placement.expert_parallel > 1:
-        yield from _exchanged(config, sizes, sequences * tokens)
-    if not config.placement.cpu_offload:
-        step = share_of(sizes.trained, shards(config), FLOAT32)
-        yield PlanRow(TRAINER, "an optimizer step", step, "a number beside each trained one", at_once=False)
-
-
-def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield weights, gradients and moments: of each rank, or, if they are offloaded, of all ranks of a host."""
-    split, width = shards(config), compute_dtype(config).itemsize
-    frozen = sizes.parameters - sizes.trained
-    # offloaded, the host holds the parts of all its ranks
-    part, times, how = TRAINER, 1, over(config)
-    if config.placement.cpu_offload:
-        part, times = HOST, ranks_of_host(config)
-        how += f" x {times} of this host (placement.cpu_offload)"
-    weights = share_of(sizes.trained, split, FLOAT32) + share_of(frozen, split, width)
-    what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {width} B" if frozen else "")
-    yield PlanRow(part, "weights", times * weights, f"{what}{how}")
-    gradients = times * share_of(sizes.trained, split, FLOAT32)
-    yield PlanRow(part, "gradients", gradients, f"{sizes.trained:,} x 4 B{how}")
-    yield PlanRow(part, "AdamW's moments", 2 * gradients, f"{sizes.trained:,} x 8 B{how}")
-
-
-def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what a rank briefly holds unsharded: two layers, what is in no layer, and a weight being written."""
-    own, width = config.placement, compute_dtype(config).itemsize
-
-    def of_rank(numbers: int, experts: int) -> int:
-        return -(-(numbers - experts) // own.tensor_parallel) + -(-experts // own.expert_parallel)
-
-    # two layers at a time: one computes while the next is gathered
-    layer = of_rank(sizes.layer, min(sizes.layer, sizes.experts // sizes.layers))
-    if own.reshard_after_forward:
-        numbers = 2 * layer + of_rank(sizes.outside, 0)
-        how = f"2 layers of {layer:,}, and what is in none, x {width} B"
-    else:
-        numbers, how = of_rank(sizes.parameters, sizes.experts), f"all layers x {width} B (placement)"
-    if own.expert_parallel > 1:
-        how += f"; experts / {own.expert_parallel}"
-    yield PlanRow(TRAINER, "gathered layers", numbers * width, how)
-    if sizes.trained == sizes.parameters:
-        yield PlanRow(TRAINER, "gradients that are being reduced", layer * FLOAT32, "1 layer x 4 B")
-    part, times = (HOST, ranks_of_host(config)) if own.cpu_offload else (TRAINER, 1)
-    count = f" x {times} ranks" if own.cpu_offload else ""
-    yield PlanRow(
-        part,
-        "a weight that is gathered to be written",
-        times * sizes.largest * FLOAT32,
-        f"{sizes.largest:,} x 4 B{count}, when the model is saved; less in a weight update",
-        at_once=False,
-    )
-
-
-def _exchanged(config: GRPOConfig, sizes: ModelSizes, tokens: int) -> Iterator[PlanRow]:
-    """Yield what expert parallelism needs: for tokens in transit, and on the rank whose experts get most of them."""
-    width, own = compute_dtype(config).itemsize, config.placement
-    # each token goes to its top_k experts; ranks that split layers send a part of them each
-    rows = -(-tokens // own.tensor_parallel) * sizes.top_k
-    sent = EXCHANGED * rows * sizes.hidden * width
-    shape = f"{rows:,} tokens and experts x {sizes.hidden:,} x {width} B"
-    yield PlanRow(TRAINER, "tokens on their way to experts", sent, f"{EXCHANGED} x {shape}")
-    more = max(min(config.hardware.expert_imbalance, own.expert_parallel), 1) - 1
-    of_row = 2 * sizes.hidden + 3 * sizes.expert_width  # in and out; gate, up and their product
-    kept = 1 if config.model.activation_checkpointing else sizes.layers
-    how = f"{1 + more:g} times the mean (hardware.expert_imbalance): {more:g} x {rows:,} x {of_row:,} x {width} B"
-    layers = f" x {kept} layers" if kept > 1 else ""
-    busy = int(more * rows) * of_row * width * kept
-    yield PlanRow(TRAINER, "more tokens on the busiest rank", busy, f"{how}{layers}")
-
-
-def _has_reference_model(config: GRPOConfig, sizes: ModelSizes) -> bool:
-    arguments, where = config.loss.arguments, config.loss.reference
-    is_read = bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
-    return is_read and (where == "model" or (where == "auto" and not sizes.adapter))
-
-
-def _micro_batch(config: GRPOConfig, hf_config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the sequences of a micro-batch, and the tokens of each: all as long as they can be."""
-    # the worst case: each answer as long as the engine allows
-    tokens = longest(config, hf_config)
-    answers = config.rollout.prompts_per_step * config.rollout.group_size // config.optim.minibatches
-    answers = max(1, answers * config.placement.tensor_parallel // config.hardware.trainer_gpus)
-    if config.optim.max_tokens is None:
-        return answers, tokens
-    return max(1, min(answers, config.optim.max_tokens // tokens)), tokens
-
-
 ADAM = 8
 """Bytes of the two moments of a trained parameter."""
 UTILISATION = 0.9
@@ -431,6 +283,227 @@ TOKEN_BYTES = 8 + 4 + 4 + 2
 REPLICA_BYTES = int(1.9e9)
 """Resident memory of the three processes of a replica, besides its model (measured with vLLM 0.30 on a CPU)."""
 TOKEN_ID_BYTES = 4
+
+
+class Needs:
+    """What each part of a run holds and moves, as rows of its plan."""
+
+    def __init__(self, config: GRPOConfig, hf_config: PreTrainedConfig) -> None:
+        self.config, self.hf_config, self.sizes = config, hf_config, ModelSizes.of(hf_config, config.model)
+        arguments, hardware = config.engine.arguments, config.hardware
+        # of the trainer: forward passes on a GPU, ranks that a weight is split over, ranks of rank 0's host
+        self.dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+        self.width, self.split = self.dtype.itemsize, hardware.trainer_gpus // config.placement.replicate
+        self.over = f" / {self.split} ranks" if self.split > 1 else ""
+        self.ranks_here = min(hardware.trainer_gpus, hardware.gpus_per_host)
+        # of the engine: its longest sequence, its weights, which have no adapter (it is added to them, or served beside
+        # them), and the GPUs of a replica
+        self.longest = int(arguments.get("max_model_len") or hf_config.get_text_config().max_position_embeddings)
+        self.base = self.sizes.parameters - self.sizes.adapter
+        self.tensor_parallel = int(arguments.get("tensor_parallel_size") or 1)
+        self.engine_width = _width(arguments.get("dtype") or getattr(hf_config, "dtype", None), 2)
+        # weights are sent in the narrower dtype, or in the trainer's if so configured
+        own = self.width if self.sizes.adapter else FLOAT32
+        self.sent_width = own if config.engine.sync.get("dtype") == "trainer" else min(own, self.engine_width)
+
+    def of_trainer(self) -> Iterator[PlanRow]:
+        """Yield what each rank of the trainer holds, or, of what is offloaded, all ranks of a host."""
+        config, sizes, own, over = self.config, self.sizes, self.config.placement, self.over
+        # permanent first: weights, gradients and moments
+        part, times, how = TRAINER, 1, over
+        if own.cpu_offload:
+            part, times = HOST, self.ranks_here
+            how += f" x {times} of this host (placement.cpu_offload)"
+        frozen, trained = sizes.parameters - sizes.trained, share_of(sizes.trained, self.split, FLOAT32)
+        what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {self.width} B" if frozen else "")
+        yield PlanRow(part, "weights", times * (trained + share_of(frozen, self.split, self.width)), f"{what}{how}")
+        yield PlanRow(part, "gradients", times * trained, f"{sizes.trained:,} x 4 B{how}")
+        yield PlanRow(part, "AdamW's moments", 2 * times * trained, f"{sizes.trained:,} x 8 B{how}")
+        if config.hardware.trainer_gpus > 1:
+            yield from self._gathered()
+        loss = config.loss
+        reads_reference = loss.arguments.get("kl_to_ref_coeff") or loss.arguments.get("kl_mask_threshold") is not None
+        if reads_reference and (loss.reference == "model" or (loss.reference == "auto" and not sizes.adapter)):
+            copy = share_of(sizes.parameters, self.split, self.width)
+            yield PlanRow(TRAINER, "reference model", copy, f"a second model{over}")
+        # then what is there for a while; the worst micro-batch: each answer as long as the engine allows
+        tokens, limit = self.longest, config.optim.max_tokens
+        answers = config.rollout.prompts_per_step * config.rollout.group_size // config.optim.minibatches
+        sequences = max(1, answers * own.tensor_parallel // config.hardware.trainer_gpus)
+        if limit is not None:
+            sequences = max(1, min(sequences, limit // tokens))
+        is_sharded = config.hardware.trainer_gpus > 1
+        used = activation_bytes(self.hf_config, config.model, sequences, tokens, self.dtype, sharded=is_sharded)
+        checkpointed = ", layers computed again" if config.model.activation_checkpointing else ""
+        how = f"forward and backward of {sequences} sequences of {tokens:,} tokens{checkpointed}"
+        yield PlanRow(TRAINER, "a micro-batch", used, how, at_once=False)
+        if own.expert_parallel > 1:
+            yield from self._exchanged(sequences * tokens)
+        if not own.cpu_offload:
+            yield PlanRow(TRAINER, "an optimizer step", trained, "a number beside each trained one", at_once=False)
+
+    def _gathered(self) -> Iterator[PlanRow]:
+        """Yield what a rank briefly holds unsharded: two layers, what is in no layer, and a weight being written."""
+        sizes, own, width = self.sizes, self.config.placement, self.width
+
+        def of_rank(numbers: int, experts: int) -> int:
+            return -(-(numbers - experts) // own.tensor_parallel) + -(-experts // own.expert_parallel)
+
+        # two layers at a time: one computes while the next is gathered
+        layer = of_rank(sizes.layer, min(sizes.layer, sizes.experts // sizes.layers))
+        if own.reshard_after_forward:
+            numbers = 2 * layer + of_rank(sizes.outside, 0)
+            how = f"2 layers of {layer:,}, and what is in none, x {width} B"
+        else:
+            numbers, how = of_rank(sizes.parameters, sizes.experts), f"all layers x {width} B (placement)"
+        how += f"; experts / {own.expert_parallel}" if own.expert_parallel > 1 else ""
+        yield PlanRow(TRAINER, "gathered layers", numbers * width, how)
+        if sizes.trained == sizes.parameters:
+            yield PlanRow(TRAINER, "gradients that are being reduced", layer * FLOAT32, "1 layer x 4 B")
+        part, times = (HOST, self.ranks_here) if own.cpu_offload else (TRAINER, 1)
+        count = f" x {times} ranks" if own.cpu_offload else ""
+        how = f"{sizes.largest:,} x 4 B{count}, when the model is saved; less in a weight update"
+        whole = times * sizes.largest * FLOAT32
+        yield PlanRow(part, "a weight that is gathered to be written", whole, how, at_once=False)
+
+    def _exchanged(self, tokens: int) -> Iterator[PlanRow]:
+        """Yield what expert parallelism needs: for tokens on their way, and on the rank whose experts get most."""
+        sizes, own, width = self.sizes, self.config.placement, self.width
+        # each token goes to its top_k experts; ranks that split layers send a part of them each
+        rows = -(-tokens // own.tensor_parallel) * sizes.top_k
+        sent = EXCHANGED * rows * sizes.hidden * width
+        shape = f"{rows:,} tokens and experts x {sizes.hidden:,} x {width} B"
+        yield PlanRow(TRAINER, "tokens on their way to experts", sent, f"{EXCHANGED} x {shape}")
+        more = max(min(self.config.hardware.expert_imbalance, own.expert_parallel), 1) - 1
+        of_row = 2 * sizes.hidden + 3 * sizes.expert_width  # in and out; gate, up and their product
+        kept = 1 if self.config.model.activation_checkpointing else sizes.layers
+        how = f"{1 + more:g} times the mean (hardware.expert_imbalance): {more:g} x {rows:,} x {of_row:,} x {width} B"
+        layers = f" x {kept} layers" if kept > 1 else ""
+        busy = int(more * rows) * of_row * width * kept
+        yield PlanRow(TRAINER, "more tokens on the busiest rank", busy, f"{how}{layers}")
+
+    def of_engine(self) -> Iterator[PlanRow]:
+        """Yield what each GPU of a replica holds."""
+        arguments, width, sizes, share = (
+            self.config.engine.arguments,
+            self.engine_width,
+            self.sizes,
+            self.tensor_parallel,
+        )
+        weights = share_of(self.base, share, width)
+        over = f" / {share} GPUs" if share > 1 else ""
+        yield PlanRow(ENGINE, "weights", weights, f"{self.base:,} x {width} B{over}")
+        # the cache: as configured, as many answers as transformers takes, or what vLLM's share of the GPU leaves
+        budget, plain = arguments.get("kv_cache_memory_bytes"), self.config.engine.kind == "transformers"
+        if plain:
+            how = "engine.kind=transformers: a second model, temporarily"
+            yield PlanRow(ENGINE, "the next weights, loaded", weights, how)
+        if budget is None and plain:
+            budget = int(arguments.get("max_num_seqs", ANSWERS_AT_A_TIME)) * self.longest * sizes.kv * width
+        if budget is None:
+            utilisation = float(arguments.get("gpu_memory_utilization", UTILISATION))
+            budget = max(0, int(utilisation * self.config.hardware.gpu_gb * 1e9) - weights)
+        name = str(arguments.get("kv_cache_dtype", "auto"))
+        kv_width = 1 if name.startswith("fp8") else _width(name, width)
+        each = share_of(sizes.kv, min(share, sizes.kv_heads), kv_width)
+        tokens = int(budget) // each if each else 0
+        how = f"{each:,} B a token: {tokens:,} tokens, {tokens // self.longest:,} of the longest sequences"
+        yield PlanRow(ENGINE, "KV cache", int(budget), how)
+
+    def of_host(self) -> Iterator[PlanRow]:
+        """Yield what the trainer's host holds."""
+        config, sizes, rollout, sync = self.config, self.sizes, self.config.rollout, self.config.engine.sync
+        answers = rollout.prompts_per_step * rollout.group_size
+        # batches that wait for the trainer, beside the one that it trains on
+        ahead = 1 + rollout.max_staleness
+        tokens = ahead * answers * self.longest
+        batches = f"{ahead} batch{'es' if ahead > 1 else ''} of {answers} answers x {self.longest:,} tokens"
+        yield PlanRow(HOST, "rollouts", tokens * TOKEN_BYTES, f"{batches} x {TOKEN_BYTES} B")
+        if config.loss.replay != "none" and sizes.route_bytes:
+            each = sizes.route_bytes // (sizes.layers * sizes.top_k)
+            how = f"{sizes.layers} layers x {sizes.top_k} experts x {each} B a token"
+            yield PlanRow(HOST, "recorded experts", tokens * sizes.route_bytes, how)
+        if rollout.top_k:
+            kept = ahead * answers * rollout.max_new_tokens * rollout.top_k * TOKEN_ID_BYTES
+            yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} ids x 4 B an answer's token")
+        if sync.get("lora") == "adapter":
+            yield PlanRow(HOST, "weight store", 2 * sizes.adapter * FLOAT32, "2 versions of the adapter")
+        else:
+            versions = int(sync.get("keep_versions", 2))
+            where = "in engine.sync.folder" if sync.get("folder") else "in /dev/shm"
+            how = f"{versions} version{'s' if versions > 1 else ''} {where}"
+            yield PlanRow(HOST, "weight store", versions * self.base * self.sent_width, how)
+        # copies of the model that are there temporarily: to write it, and to load it
+        ranks, width = self.ranks_here, self.width
+        if config.checkpoint.every:
+            size = ranks * share_of(sizes.trained, self.split, FLOAT32 + ADAM)
+            how = f"{sizes.trained:,} x 12 B{self.over} x {ranks} of this host: weights and moments"
+            yield PlanRow(HOST, "a checkpoint that is written", size, how, at_once=False)
+        if ranks > 1 or sizes.adapter:
+            saved = width if sizes.adapter else FLOAT32
+            how = f"{self.base:,} x {saved} B on rank 0's host, to be written at the end"
+            yield PlanRow(HOST, "the model that is saved", self.base * saved, how, at_once=False)
+        if sizes.adapter and ranks > 1:
+            how = f"{sizes.parameters:,} x {width} B x {ranks} ranks, which add an adapter to the whole"
+            yield PlanRow(HOST, "the model that is loaded", ranks * sizes.parameters * width, how, at_once=False)
+        if config.engine.backend == "local":
+            count = config.engine.num_replicas
+            yield PlanRow(HOST, "processes of replicas", count * REPLICA_BYTES, f"{count} x 1.9 GB")
+
+    def of_update(self) -> Iterator[PlanRow]:
+        """Yield what a weight update moves: the other ranks' parts to each rank, then all to each replica."""
+        sizes, base, split = self.sizes, self.base, self.split
+        if self.config.engine.sync.get("lora") == "adapter":
+            how = f"{sizes.adapter:,} x 4 B: the adapter alone"
+            yield PlanRow(UPDATE, "bytes to each replica", sizes.adapter * FLOAT32, how)
+            return
+        # each rank gathers what it lacks of the whole
+        if split > 1:
+            width = self.width if sizes.adapter else self.sent_width
+            whole, how = base * width, f"{base:,} x {width} B"
+            if sizes.adapter:
+                whole += sizes.adapted * FLOAT32
+                how += f" + {sizes.adapted:,} x 4 B that the adapter adds"
+            gathered = whole - share_of(whole, split, 1)
+            yield PlanRow(UPDATE, "bytes to each rank from the others", gathered, f"({how}) x {split - 1} / {split}")
+        how = f"{base:,} numbers, as wide as the engine has them"
+        yield PlanRow(UPDATE, "bytes to each replica", base * self.sent_width, how)
+
+    def notes(self, plan: RunPlan) -> Iterator[str]:
+        """Yield what does not fit, and what the numbers leave out."""
+        config, hardware, engine = self.config, self.config.hardware, self.config.engine
+        limits = {TRAINER: hardware.gpu_gb, ENGINE: hardware.gpu_gb, HOST: hardware.host_gb}
+        for part, limit in limits.items():
+            needed = plan.total(part) / 1e9
+            if needed > limit:
+                yield f"{part}: {needed:.1f} GB are needed, and there are {limit:g}"
+        if not self.sizes.top_k and config.loss.replay != "none":
+            yield "the model has no experts: loss.replay must be none"
+        # GPUs: of rank 0's host, and in all
+        of_engine = engine.num_replicas * self.tensor_parallel
+        here = of_engine + self.ranks_here
+        if engine.backend == "local" and not engine.sleep and here > hardware.gpus_per_host:
+            yield (
+                f"rank 0's host needs {here} GPUs for its ranks and local replicas, and has {hardware.gpus_per_host}: "
+                "engine.backend=ray places replicas on other hosts"
+            )
+        if config.placement.cpu_offload:
+            yield (
+                "placement.cpu_offload: ranks gather weights over gloo, as fast as TCP between them is, on one host too"
+            )
+        if engine.sleep:
+            devices, how = max(hardware.trainer_gpus, of_engine), "engine and trainer take turns (engine.sleep=true)"
+        else:
+            devices = hardware.trainer_gpus + of_engine
+            how = f"{hardware.trainer_gpus} for the trainer, {of_engine} for the engine"
+        yield f"{devices} GPU{'s' * (devices != 1)} in all: {how}"
+        yield "not counted: what CUDA, NCCL and torch's allocator keep for themselves, 1 to 3 GB a GPU"
+
+
+def _width(dtype: object, otherwise: int) -> int:
+    """Return the bytes of a number of a dtype, which may be given by its name."""
+    named = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    return named.itemsize if isinstance(named, torch.dtype) else otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,18 +540,20 @@ class RunPlan:
     def of_model(cls, config: GRPOConfig, hf_config: PreTrainedConfig) -> RunPlan:
         """Work out the plan of a run of a model with the given transformers configuration."""
         check_axes(config.hardware.trainer_gpus, config)
-        _check_engine(config)
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            count = int(config.engine.arguments.get(name) or 1)
+            if count > 1:
+                raise ConfigError(
+                    f"plan=true does not count engine.arguments.{name}={count}: use tensor_parallel_size, or more "
+                    "replicas (engine.num_replicas)"
+                )
         # memory, then the bytes of an update, then what these say: notes need the totals
-        sizes = ModelSizes.of(hf_config, config.model)
-        rows = [
-            *of_trainer(config, hf_config, sizes),
-            *_engine(config, hf_config, sizes),
-            *_host(config, hf_config, sizes),
-        ]
-        updated = list(_update(config, hf_config, sizes))
+        needs = Needs(config, hf_config)
+        updated = list(needs.of_update())
+        rows = [*needs.of_trainer(), *needs.of_engine(), *needs.of_host(), *updated]
         moved = sum(row.bytes for row in updated)
-        plan = cls(rows + updated, {link: moved / 1e9 / speed for link, speed in config.hardware.links.items()})
-        plan.notes.extend(_notes(plan, config, sizes))
+        plan = cls(rows, {link: moved / 1e9 / speed for link, speed in config.hardware.links.items()})
+        plan.notes.extend(needs.notes(plan))
         return plan
 
     def total(self, part: str) -> int:
@@ -508,165 +583,3 @@ class RunPlan:
         for link, seconds in self.seconds.items():
             table.add_row(f"  over {link}", f"{seconds:.2f} s", "")
         return table
-
-
-def _check_engine(config: GRPOConfig) -> None:
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        count = int(config.engine.arguments.get(name) or 1)
-        if count > 1:
-            raise ConfigError(
-                f"plan=true does not count engine.arguments.{name}={count}: use tensor_parallel_size, or more replicas "
-                "(engine.num_replicas)"
-            )
-
-
-def _engine_width(config: GRPOConfig, hf_config: PreTrainedConfig) -> int:
-    name = config.engine.arguments.get("dtype") or getattr(hf_config, "dtype", None) or torch.bfloat16
-    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
-    assert isinstance(dtype, torch.dtype)
-    return dtype.itemsize
-
-
-def _engine(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what each GPU of a replica holds."""
-    arguments, width = config.engine.arguments, _engine_width(config, hf_config)
-    # the engine's weights have no adapter: it is added to them, or served beside them
-    share = int(arguments.get("tensor_parallel_size", 1))
-    base = sizes.parameters - sizes.adapter
-    weights = share_of(base, share, width)
-    over = f" / {share} GPUs" if share > 1 else ""
-    yield PlanRow(ENGINE, "weights", weights, f"{base:,} x {width} B{over}")
-    # the cache: as configured, as many answers as transformers takes, or what vLLM's share of the GPU leaves
-    budget, plain = arguments.get("kv_cache_memory_bytes"), config.engine.kind == "transformers"
-    if plain:
-        yield PlanRow(
-            ENGINE, "the next weights, loaded", weights, "engine.kind=transformers: a second model, temporarily"
-        )
-    if budget is None and plain:
-        answers = int(arguments.get("max_num_seqs", ANSWERS_AT_A_TIME))
-        budget = answers * longest(config, hf_config) * sizes.kv * width
-    if budget is None:
-        utilisation = float(arguments.get("gpu_memory_utilization", UTILISATION))
-        budget = max(0, int(utilisation * config.hardware.gpu_gb * 1e9) - weights)
-    yield PlanRow(ENGINE, "KV cache", int(budget), _kv_how(config, hf_config, sizes, int(budget), share))
-
-
-def _kv_width(config: GRPOConfig, hf_config: PreTrainedConfig) -> int:
-    name = str(config.engine.arguments.get("kv_cache_dtype", "auto"))
-    if name.startswith("fp8"):
-        return 1
-    dtype = getattr(torch, name, None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else _engine_width(config, hf_config)
-
-
-def _kv_how(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes, budget: int, share: int) -> str:
-    each = share_of(sizes.kv, min(share, sizes.kv_heads), _kv_width(config, hf_config))
-    tokens = budget // each if each else 0
-    return f"{each:,} B a token: {tokens:,} tokens, {tokens // longest(config, hf_config):,} of the longest sequences"
-
-
-def _host(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what the trainer's host holds."""
-    rollout, sync = config.rollout, config.engine.sync
-    answers = rollout.prompts_per_step * rollout.group_size
-    tokens = answers * longest(config, hf_config)
-    each = TOKEN_BYTES + (sizes.route_bytes if config.loss.replay != "none" else 0)
-    # batches that wait for the trainer, beside the one that it trains on
-    ahead = 1 + rollout.max_staleness
-    batches = f"{ahead} batch{'es' if ahead > 1 else ''} of {answers} answers x {longest(config, hf_config):,} tokens"
-    yield PlanRow(HOST, "rollouts", ahead * tokens * TOKEN_BYTES, f"{batches} x {TOKEN_BYTES} B")
-    if each > TOKEN_BYTES:
-        how = f"{sizes.layers} layers x {sizes.top_k} experts x {sizes.route_bytes // (sizes.layers * sizes.top_k)} B"
-        yield PlanRow(HOST, "recorded experts", ahead * tokens * sizes.route_bytes, f"{how} a token")
-    if rollout.top_k:
-        kept = ahead * answers * rollout.max_new_tokens * rollout.top_k * TOKEN_ID_BYTES
-        yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} ids x 4 B an answer's token")
-    base = _sent(config, hf_config, sizes)
-    if sync.get("lora") == "adapter":
-        yield PlanRow(HOST, "weight store", 2 * sizes.adapter * FLOAT32, "2 versions of the adapter")
-    else:
-        versions = int(sync.get("keep_versions", 2))
-        where = "in engine.sync.folder" if sync.get("folder") else "in /dev/shm"
-        how = f"{versions} version{'s' if versions > 1 else ''} {where}"
-        yield PlanRow(HOST, "weight store", versions * base, how)
-    yield from _copies(config, sizes)
-    if config.engine.backend == "local":
-        count = config.engine.num_replicas
-        yield PlanRow(HOST, "processes of replicas", count * REPLICA_BYTES, f"{count} x 1.9 GB")
-
-
-def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield the model copies that the host holds temporarily: to write it, and to load it."""
-    ranks = ranks_of_host(config)
-    if config.checkpoint.every:
-        size = ranks * share_of(sizes.trained, shards(config), FLOAT32 + ADAM)
-        how = f"{sizes.trained:,} x 12 B{over(config)} x {ranks} of this host: weights and moments"
-        yield PlanRow(HOST, "a checkpoint that is written", size, how, at_once=False)
-    if ranks > 1 or sizes.adapter:
-        width = compute_dtype(config).itemsize if sizes.adapter else FLOAT32
-        base = sizes.parameters - sizes.adapter
-        how = f"{base:,} x {width} B on rank 0's host, to be written at the end"
-        yield PlanRow(HOST, "the model that is saved", base * width, how, at_once=False)
-    if sizes.adapter and ranks > 1:
-        size, width = ranks * sizes.parameters * compute_dtype(config).itemsize, compute_dtype(config).itemsize
-        how = f"{sizes.parameters:,} x {width} B x {ranks} ranks, which add an adapter to the whole"
-        yield PlanRow(HOST, "the model that is loaded", size, how, at_once=False)
-
-
-def _sent_width(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> int:
-    """Return the bytes per element sent to the engine: of the narrower dtype, or of the trainer's if configured."""
-    own = compute_dtype(config).itemsize if sizes.adapter else FLOAT32
-    return own if config.engine.sync.get("dtype") == "trainer" else min(own, _engine_width(config, hf_config))
-
-
-def _sent(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> int:
-    return (sizes.parameters - sizes.adapter) * _sent_width(config, hf_config, sizes)
-
-
-def _update(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what a weight update moves: the other ranks' parts to each rank, then all to each replica."""
-    if config.engine.sync.get("lora") == "adapter":
-        how = f"{sizes.adapter:,} x 4 B: the adapter alone"
-        yield PlanRow(UPDATE, "bytes to each replica", sizes.adapter * FLOAT32, how)
-        return
-    base, split = sizes.parameters - sizes.adapter, shards(config)
-    # each rank gathers what it lacks of the whole
-    if split > 1:
-        width = compute_dtype(config).itemsize if sizes.adapter else _sent_width(config, hf_config, sizes)
-        whole, how = base * width, f"{base:,} x {width} B"
-        if sizes.adapter:
-            whole += sizes.adapted * FLOAT32
-            how += f" + {sizes.adapted:,} x 4 B that the adapter adds"
-        gathered = whole - share_of(whole, split, 1)
-        yield PlanRow(UPDATE, "bytes to each rank from the others", gathered, f"({how}) x {split - 1} / {split}")
-    how = f"{base:,} numbers, as wide as the engine has them"
-    yield PlanRow(UPDATE, "bytes to each replica", _sent(config, hf_config, sizes), how)
-
-
-def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str]:
-    """Yield what does not fit."""
-    hardware = config.hardware
-    limits: Mapping[str, float] = {TRAINER: hardware.gpu_gb, ENGINE: hardware.gpu_gb, HOST: hardware.host_gb}
-    for part, limit in limits.items():
-        needed = plan.total(part) / 1e9
-        if needed > limit:
-            yield f"{part}: {needed:.1f} GB are needed, and there are {limit:g}"
-    if not sizes.top_k and config.loss.replay != "none":
-        yield "the model has no experts: loss.replay must be none"
-    # GPUs: of rank 0's host, and in all
-    of_engine = config.engine.num_replicas * int(config.engine.arguments.get("tensor_parallel_size") or 1)
-    here = of_engine + ranks_of_host(config)
-    if config.engine.backend == "local" and not config.engine.sleep and here > hardware.gpus_per_host:
-        yield (
-            f"rank 0's host needs {here} GPUs for its ranks and local replicas, and has {hardware.gpus_per_host}: "
-            "engine.backend=ray places replicas on other hosts"
-        )
-    if config.placement.cpu_offload:
-        yield "placement.cpu_offload: ranks gather weights over gloo, as fast as TCP between them is, on one host too"
-    if config.engine.sleep:
-        devices, how = max(hardware.trainer_gpus, of_engine), "engine and trainer take turns (engine.sleep=true)"
-    else:
-        devices = hardware.trainer_gpus + of_engine
-        how = f"{hardware.trainer_gpus} for the trainer, {of_engine} for the engine"
-    yield f"{devices} GPU{'s' * (devices != 1)} in all: {how}"
-    yield "not counted: what CUDA, NCCL and torch's allocator keep for themselves, 1 to 3 GB a GPU"

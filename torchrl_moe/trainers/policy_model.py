@@ -88,7 +88,8 @@ class PolicyModel:
         """Load a model, or take one as it is, and make it ready for training."""
         is_shared = placement is not None and placement.is_shared
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = _dtype(config.dtype, device)
+        usual = "bfloat16" if device.type == "cuda" else "float32"
+        dtype: torch.dtype = getattr(torch, usual if config.dtype == "auto" else config.dtype)
         given = config.source if model is None else model
         if given is None:
             raise ConfigError(
@@ -99,9 +100,16 @@ class PolicyModel:
         loaded: PreTrainedModel
         if not isinstance(given, str | os.PathLike):
             loaded = given
-        elif is_function_name(str(given)):
-            loaded, own_tokenizer = _made(str(given), config.arguments)
-            tokenizer = tokenizer or own_tokenizer
+        elif is_function_name(name := str(given)):
+            try:
+                made = import_function(name)(**config.arguments)
+            except Exception as error:  # the user's function may raise anything
+                raise ConfigError.of(f"model.source={name}", error) from error
+            parts = made if isinstance(made, tuple) else (made,)
+            if len(parts) != 2 or not isinstance(parts[0], nn.Module):
+                got = ", ".join(type(part).__name__ for part in parts)
+                raise ConfigError(f"model.source={name} must return a model and its tokenizer, got {got}")
+            loaded, tokenizer = parts[0], tokenizer or parts[1]
         else:
             source = str(given)
             loaded, tokenizer, stored = _from_pretrained(source, tokenizer, config, dtype, placement)
@@ -149,42 +157,47 @@ class PolicyModel:
 
         vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder, and replaces the
         folder once it is complete, so a failure or a kill never destroys an older model. What is no part of one there,
-        such as ``.git`` and a README, stays. If several ranks share the
-        model, all must call this; rank 0 gathers it in its host's memory, and writes it.
+        such as ``.git`` and a README, stays. If several ranks share the model, all must call this; rank 0 gathers it in
+        its host's memory, and writes it.
         """
         folder = folder.expanduser().resolve()  # a link stays one
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} holds something other than a model, which would be removed: use another")
         # as it is if nothing is sharded, adapted or of another dtype; else each tensor is gathered, merged and cast
+        base: PreTrainedModel = base_model(self.model)
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
         written = self.source_dtype if dtype == "auto" else getattr(torch, dtype)
         as_it_is = not is_sharded and not has_adapters(self.model) and _dtype_of(self.model) == written
-        tensors = None if as_it_is else self._gathered(is_first(), written)
+        tensors: dict[str, Tensor] = {}
+        # iterating is a collective, if ranks share the model
+        for name, tensor in ModelWeights(self.model).tensors() if not as_it_is else ():
+            if is_first():
+                stays = stays_float32(base, name, written) or (self.has_float32_routers and is_router(name))
+                own = written if tensor.is_floating_point() and not stays else tensor.dtype
+                tensors[name] = tensor.detach().to("cpu", own, copy=True).contiguous()
         if is_sharded and not is_first():
             return folder
         # rank 0 writes beside the folder, and exchanges them when all is there
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
-        base: PreTrainedModel = base_model(self.model)
-        if tensors is None:
+        if as_it_is:
             base.save_pretrained(draft)
         else:
-            _write(base, tensors, draft, written)
+            from huggingface_hub import save_torch_state_dict
+
+            draft.mkdir(parents=True)
+            save_torch_state_dict(tensors, draft)
+            base.config.save_pretrained(draft)
+            if getattr(base, "generation_config", None) is not None:
+                base.generation_config.save_pretrained(draft)
+            saved = json.loads((draft / "config.json").read_text())
+            # a config that was made, not loaded, does not name the class, without which vLLM loads nothing
+            saved.setdefault("architectures", [type(base).__name__])
+            saved["dtype"] = str(written).removeprefix("torch.")  # a reader's dtype="auto" takes it
+            (draft / "config.json").write_text(json.dumps(saved, indent=2))
         self.tokenizer.save_pretrained(draft)
         exchange(draft, folder, lambda name: MODEL_FILES.fullmatch(name) is not None)
         return folder
-
-    def _gathered(self, keep: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return checkpoint name -> its own CPU tensor, adapters merged; without ``keep``, an empty dict."""
-        base = base_model(self.model)
-
-        def kept(name: str, tensor: Tensor) -> Tensor:
-            stays = stays_float32(base, name, dtype) or (self.has_float32_routers and is_router(name))
-            casts = tensor.is_floating_point() and not stays
-            return tensor.detach().to("cpu", dtype if casts else tensor.dtype, copy=True).contiguous()
-
-        stream = ModelWeights(self.model).tensors()  # iterating is a collective, if ranks share the model
-        return {name: kept(name, tensor) for name, tensor in stream if keep}
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -194,40 +207,6 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
         if weight.is_floating_point():
             sizes[weight.dtype] += weight.numel()
     return sizes.most_common(1)[0][0] if sizes else torch.float32
-
-
-def _write(base: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    from huggingface_hub import save_torch_state_dict
-
-    folder.mkdir(parents=True)
-    save_torch_state_dict(tensors, folder)
-    base.config.save_pretrained(folder)
-    if getattr(base, "generation_config", None) is not None:
-        base.generation_config.save_pretrained(folder)
-    saved = json.loads((folder / "config.json").read_text())
-    # a config that was made, not loaded, does not name the class, without which vLLM loads nothing
-    saved.setdefault("architectures", [type(base).__name__])
-    saved["dtype"] = str(dtype).removeprefix("torch.")  # a reader's dtype="auto" takes it
-    (folder / "config.json").write_text(json.dumps(saved, indent=2))
-
-
-def _made(name: str, arguments: Mapping[str, object]) -> tuple[PreTrainedModel, Tokenizer]:
-    try:
-        made = import_function(name)(**arguments)
-    except Exception as error:  # the user's function may raise anything
-        raise ConfigError.of(f"model.source={name}", error) from error
-    parts = made if isinstance(made, tuple) else (made,)
-    if len(parts) != 2 or not isinstance(parts[0], nn.Module):
-        got = ", ".join(type(part).__name__ for part in parts)
-        raise ConfigError(f"model.source={name} must return a model and its tokenizer, got {got}")
-    return parts[0], parts[1]
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _from_pretrained(
@@ -328,43 +307,32 @@ def starting_model(
     Several ranks load it from one folder, which rank 0 chooses. Rank 0 first writes there a model that was passed in or
     made by a function. The other ranks' random numbers, and the model they were passed, are ignored.
     """
-    given = config.model.source if model is None else model
-    ranks = placement.ranks
+    given, ranks, folder = config.model.source if model is None else model, placement.ranks, Path(config.out)
+    # a model that a function made is not made again: an earlier start of this run saved it
+    where: str | None = None
+    source = config.model.source
+    if ranks.is_first and config.resume and model is None and source is not None and is_function_name(source):
+        configs = [file for path in starts(folder) if (file := path / "config.json").is_file()]
+        where = str(max(configs, key=lambda file: file.stat().st_mtime).parent) if configs else None
     # a single process takes the model as it gets it, and writes it only if an engine must read it
     if not placement.is_shared:
-        earlier = _earlier_start(model, config)
-        return PolicyModel.load(earlier or model, tokenizer, config.model)
+        return PolicyModel.load(where or model, tokenizer, config.model)
     # of several ranks, rank 0 finds or writes the folder, and all load from it
-    where: str | None = None
     is_new = False
-    if ranks.is_first:
-        where = _earlier_start(model, config)
-        if where is None and isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
+    if ranks.is_first and where is None:
+        if isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
             where = os.fspath(given)
-        is_new = where is None
-        where = where or str(_write_start(given, tokenizer, config, Path(config.out)))
+        elif isinstance(given, nn.Module) and has_adapters(given):
+            raise ConfigError(
+                "a model with an adapter of its own is for one rank: give several the bare one, and set model.lora"
+            )
+        else:
+            is_new, whole = True, replace(config.model, lora=LoRAConfig(), activation_checkpointing=False)
+            where = str(PolicyModel.load(given, tokenizer, whole).save(new_start(folder)))
     where, is_new = ranks.from_first((where, is_new), "making the model")
     assert where is not None
     loaded = PolicyModel.load(where, None if is_new else tokenizer, config.model, placement)
     return replace(loaded, start=Path(where)) if is_new else loaded
-
-
-def _earlier_start(model: object, config: GRPOConfig) -> str | None:
-    """Return where an earlier start of this run saved the model that a function made: it is not made again."""
-    source = config.model.source
-    if not config.resume or model is not None or source is None or not is_function_name(source):
-        return None
-    written = [path for path in starts(Path(config.out)) if (path / "config.json").is_file()]
-    return str(max(written, key=lambda path: (path / "config.json").stat().st_mtime)) if written else None
-
-
-def _write_start(given: ModelLike | None, tokenizer: Tokenizer | None, config: GRPOConfig, folder: Path) -> Path:
-    if isinstance(given, nn.Module) and has_adapters(given):
-        raise ConfigError(
-            "a model with an adapter of its own is for one rank: give several the bare one, and set model.lora"
-        )
-    whole = replace(config.model, lora=LoRAConfig(), activation_checkpointing=False)
-    return PolicyModel.load(given, tokenizer, whole).save(new_start(folder))
 
 
 LOG = logging.getLogger(__name__)

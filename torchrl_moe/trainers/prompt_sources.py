@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -44,23 +45,36 @@ def read_source(source: object, arguments: Mapping[str, object] | None = None) -
     >>> read_source("json:loads", {"s": '[{"prompt": "1+1="}]'})
     ([{'prompt': '1+1='}], None)
     """
+    found: Any = source
+    options: dict[str, Any] = dict(arguments or {})
+    name = str(source) if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
     # a text is a path, a task of reasoning-gym, a function, or else a name on the hub
     if is_reasoning_task(source):
-        options: dict[str, Any] = dict(arguments or {})
-        return _parts(reasoning_rows(str(source), **options), str(source))
-    if isinstance(source, str) and not is_path(source):
-        if is_function_name(source):
-            return _parts(import_function(source)(**(arguments or {})), source)
-        return _parts(_from_hub(source, arguments or {}), source)
-    if arguments:
-        raise ValueError(f"arguments are for a function or a name on the hub, not for {_kind(source)}")
-    if isinstance(source, str | os.PathLike):
-        return _from_path(Path(source).expanduser()), None
-    return _parts(source, _kind(source))
-
-
-def _kind(source: object) -> str:
-    return repr(str(source)) if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
+        found = reasoning_rows(name, **options)
+    elif isinstance(source, str) and is_function_name(source) and not is_path(source):
+        found = import_function(source)(**options)
+    elif isinstance(source, str) and not is_path(source):
+        try:
+            hub = import_module("datasets")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"{name!r} is no file, no folder and no 'package.module:function', so it is a dataset on the Hugging "
+                "Face hub, which needs an extra: pip install 'torchrl_moe[hub]'"
+            ) from error
+        found = hub.load_dataset(source, **options)
+    elif options:
+        what = repr(name) if isinstance(source, str | os.PathLike) else name
+        raise ValueError(f"arguments are for a function or a name on the hub, not for {what}")
+    elif isinstance(source, str | os.PathLike):
+        return _json_lines(Path(source).expanduser()), None
+    # rows, two collections of rows, or splits by name
+    if isinstance(found, Mapping):
+        return _splits(found, name)
+    # a pair is two collections, not two rows
+    is_pair = isinstance(found, list | tuple) and len(found) == 2
+    if is_pair and not any(isinstance(part, Mapping | str) for part in found):
+        return _rows(found[0], name), _rows(found[1], name)
+    return _rows(found, name), None
 
 
 def is_path(source: str) -> bool:
@@ -74,61 +88,32 @@ def is_path(source: str) -> bool:
 
 
 # -- JSON Lines
-def _from_path(path: Path) -> Rows:
-    if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
-        if not files:
-            raise ValueError(f"there is no .jsonl file in the folder {str(path)!r}")
-    elif path.is_file():
-        files = [path]
-    else:
+def _json_lines(path: Path) -> Rows:
+    """Return the rows of a file, or of the files of a folder."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"there is no .jsonl file in the folder {str(path)!r}")
+    if not (path.is_dir() or path.is_file()):
         raise ValueError(f"there is no file or folder {str(path)!r}")
-    return [row for file in files for row in _lines(file)]
-
-
-def _lines(file: Path) -> Iterator[Row]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-                raise ValueError(f"{file}, line {number}: not JSON ({error}){_way(file)}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: must be an object, got {shown(row)}{_way(file)}")
-            yield row
-
-
-def _way(file: Path) -> str:
-    is_lines = file.suffix.lower() == ".jsonl"
-    return (
-        "; each line is one object" if is_lines else "; files are JSON Lines: read others yourself, and give the rows"
-    )
+    rows: list[Row] = []
+    for file in files:
+        way = "; files are JSON Lines: read others yourself, and give the rows"
+        way = "; each line is one object" if file.suffix.lower() == ".jsonl" else way
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+                    raise ValueError(f"{file}, line {number}: not JSON ({error}){way}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{file}, line {number}: must be an object, got {shown(row)}{way}")
+                rows.append(row)
+    return rows
 
 
 # -- objects
-def _from_hub(name: str, arguments: Mapping[str, object]) -> object:
-    try:
-        hub = import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{name!r} is no file, no folder and no 'package.module:function', so it is a dataset on the Hugging Face "
-            "hub, which needs an extra: pip install 'torchrl_moe[hub]'"
-        ) from error
-    return hub.load_dataset(name, **arguments)
-
-
-def _parts(found: Any, name: str) -> tuple[Rows, Rows | None]:
-    """Return both parts of a source's content: rows, two collections of rows, or splits by name."""
-    if isinstance(found, Mapping):
-        return _splits(found, name)
-    # a pair is two collections, not two rows
-    is_pair = isinstance(found, list | tuple) and len(found) == 2
-    if is_pair and not any(isinstance(part, Mapping | str) for part in found):
-        train, held_out = found
-        return _rows(train, name), _rows(held_out, name)
-    return _rows(found, name), None
 
 
 def _splits(found: Mapping[object, object], name: str) -> tuple[Rows, Rows | None]:
@@ -245,31 +230,13 @@ class PromptSet:
         return self._loader(self.held_out, shuffle=False, seed=0)
 
     def _loader(self, rows: Rows, shuffle: bool, seed: int) -> DataLoader[TensorDict]:
-        return DataLoader(
-            _RowData(rows, self.columns),
-            batch_size=None,
-            shuffle=shuffle,
-            collate_fn=_unchanged,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        data, generator = cast("Dataset[TensorDict]", rows), torch.Generator().manual_seed(seed)
+        return DataLoader(data, None, shuffle, collate_fn=partial(_entries, self.columns), generator=generator)
 
 
-class _RowData(Dataset[TensorDict]):
-    def __init__(self, rows: Rows, columns: tuple[str, ...]) -> None:
-        self._rows = rows
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, place: int) -> TensorDict:
-        row = self._rows[place]
-        # otherwise a list would become a column of several rows, and a number a tensor
-        return TensorDict({name: NonTensorData(row.get(name)) for name in self._columns})
-
-
-def _unchanged(row: TensorDict) -> TensorDict:
-    return row
+def _entries(columns: Sequence[str], row: Row) -> TensorDict:
+    # otherwise a list would become a column of several rows, and a number a tensor
+    return TensorDict({name: NonTensorData(row.get(name)) for name in columns})
 
 
 def _select(rows: Rows, places: Sequence[int]) -> Rows:
@@ -284,11 +251,11 @@ def _check_row(row: Row, column: str, where: str) -> None:
             f"{where} has no column {column!r}; its columns are {there}: name the one with the prompts, "
             "config.data.prompt (or load_prompts(prompt=...))"
         )
-    prompt = row[column]
+    prompt, must = row[column], f"{where}: column {column!r} must be text or a list of messages"
     if not isinstance(prompt, str | list | tuple):
-        raise ValueError(f"{where}: column {column!r} must be text or a list of messages, got {prompt!r:.60}")
+        raise ValueError(f"{must}, got {prompt!r:.60}")
     if not prompt:
-        raise ValueError(f"{where}: column {column!r} must be text or a list of messages, and not empty")
+        raise ValueError(f"{must}, and not empty")
     try:
         json.dumps(prompt, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is no text
         options_of({}, row)
@@ -365,7 +332,15 @@ def reasoning_rows(
             entries = list(gym.create_dataset(name, size=count, seed=own, **options)) if count else []
         except (AssertionError, AttributeError, TypeError, ValueError) as error:  # its own checks of values
             raise ValueError(f"{source}: {error}") from error
-        return {entry["question"]: _row(entry, name, instruction, chat) for entry in entries}
+        found = {}
+        for entry in entries:
+            question = entry["question"]
+            text = f"{question}\n{instruction}" if instruction else question
+            # as text, because collectors keep mappings as nested data; of Python: scorers tell tuples from lists
+            metadata = repr({key: _literal(value) for key, value in entry["metadata"].items()})
+            prompt = [{"role": "user", "content": text}] if chat else text
+            found[question] = {"prompt": prompt, "answer": entry["answer"], "task": name, "metadata": metadata}
+        return found
 
     kept = rows(held_out, 1)
     train = [row for question, row in rows(size, 0).items() if question not in kept]
@@ -400,14 +375,6 @@ def reasoning_score(completion: Any, answer: Any, task: str, metadata: str) -> f
 _UNREAD: set[str] = set()
 
 
-def _row(entry: Mapping[str, Any], task: str, instruction: str, chat: bool) -> dict[str, Any]:
-    text = f"{entry['question']}\n{instruction}" if instruction else entry["question"]
-    prompt = [{"role": "user", "content": text}] if chat else text
-    # as text, because collectors keep mappings as nested data; of Python, because scorers tell tuples from lists
-    metadata = repr({name: _literal(value) for name, value in entry["metadata"].items()})
-    return {"prompt": prompt, "answer": entry["answer"], "task": task, "metadata": metadata}
-
-
 def _literal(value: object) -> object:
     try:
         ast.literal_eval(repr(value))
@@ -435,7 +402,9 @@ def check_reasoning_task(source: str, arguments: Mapping[str, object]) -> None:
     """
     name, tasks = source.removeprefix(PREFIX), _package().factory.DATASETS
     if name not in tasks:
-        raise ValueError(f"{source}: there is no such task{_near(name, list(tasks))}")
+        close, first = difflib.get_close_matches(name, tasks), ", ".join([*tasks][:4])
+        near = f"near it are {', '.join(close)}" if close else f"there are {len(tasks)}, such as {first}"
+        raise ValueError(f"{source}: there is no such task; {near}")
     if name in RUNS_ANSWERS and arguments.get("run_answers") is not True:
         raise ValueError(
             f"{source}: the scorer of this task runs what a model writes as Python, in this process. If you accept "
@@ -446,8 +415,3 @@ def check_reasoning_task(source: str, arguments: Mapping[str, object]) -> None:
         if option not in settings:
             known = ", ".join(setting for setting in settings if setting not in ("seed", "size"))
             raise ValueError(f"{source} has no option {option!r}; it has {known}")
-
-
-def _near(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names)
-    return f"; near it are {', '.join(close)}" if close else f"; there are {len(names)}, such as {', '.join(names[:4])}"

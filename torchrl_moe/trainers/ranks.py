@@ -114,7 +114,10 @@ class Rendezvous:
                 elif missing:
                     raise RankError(self._report(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
             other = self._store.get(f"{number}/all").decode()
-            self._forget(number - 1)  # all ranks that are here have left the previous phase
+            # all ranks that are here have left the previous phase: its keys go
+            gone = [str(self.rank), *(("count", "all") if self.rank == 0 else ())]
+            for key in gone if number else ():
+                self._store.delete_key(f"{number - 1}/{key}")
         except RuntimeError as error:
             raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
         if other != phase:  # the collectives that follow would hang, or mix up data
@@ -139,35 +142,33 @@ class Rendezvous:
     def _missing(self, prefix: str) -> list[int]:
         return [rank for rank in range(self.size) if not self._has(f"{prefix}{rank}")]
 
-    def _forget(self, number: int) -> None:
-        keys = [f"{number}/{self.rank}"] + ([f"{number}/count", f"{number}/all"] if self.rank == 0 else [])
-        for key in keys if number >= 0 else ():
-            self._store.delete_key(key)
-
     def cause(self, error: BaseException) -> str:
         """Report an error here to the others; return its cause, if that is another rank, else ``""``.
 
         The error of a collective names no rank: then another rank has failed and reported it, or is gone, which a roll
         call detects. Any other error is this rank's own.
         """
+        # the classes of torch.distributed by their names; gloo has none of its own: its plain RuntimeError by its text
+        text = str(error).lower()
+        of_collective = isinstance(error, RuntimeError) and (
+            type(error).__name__.startswith("Dist") or any(word in text for word in ("gloo", "nccl", "pair closure"))
+        )
         try:
-            if isinstance(error, RuntimeError) and _is_of_collective(error):
-                return self._cause_of_collective(error)
-            self._report(f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}")
+            if not of_collective:
+                last = f"last met: {self.phase}"
+                self._report(f"rank {self.rank} failed ({last}): {type(error).__name__}: {_line(error)}")
+                return ""
+            # a roll call: ranks that do not answer it in time are gone
+            self._store.set(f"here/{self.rank}", "")
+            began, wanted = time.monotonic(), [f"here/{rank}" for rank in range(self.size)]
+            self._wait(lambda: all(map(self._has, wanted)), began, min(self.seconds, LEAVE_SECONDS))
+            missing = self._missing("here/")
+            who = f"{_names(missing)} gone" if missing else "a collective failed"
+            return self._report(f"{self.phase}: {who}: {_line(error)}")
         except RuntimeError:  # the store is gone, and so is rank 0
             return f"{self.phase}: rank 0 is gone" if self.rank else ""
         except RankError as other:
             return str(other)
-        return ""
-
-    def _cause_of_collective(self, error: RuntimeError) -> str:
-        # a roll call: ranks that do not answer it in time are gone
-        self._store.set(f"here/{self.rank}", "")
-        began, wanted = time.monotonic(), [f"here/{rank}" for rank in range(self.size)]
-        self._wait(lambda: all(map(self._has, wanted)), began, min(self.seconds, LEAVE_SECONDS))
-        missing = self._missing("here/")
-        who = f"{_names(missing)} gone" if missing else "a collective failed"
-        return self._report(f"{self.phase}: {who}: {_line(error)}")
 
     def _report(self, message: str) -> str:
         """Leave a message for all ranks; return the first message that any rank left."""
@@ -192,16 +193,7 @@ def _line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
-def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether a process group raised the error: gloo has no exception class of its own."""
-    text = str(error).lower()
-    # the classes of torch.distributed by their names, gloo's plain RuntimeError by its text
-    return type(error).__name__.startswith("Dist") or any(word in text for word in ("gloo", "nccl", "pair closure"))
-
-
 # Splitting a batch over ranks: whole groups, so that each rank has about as many tokens as any other.
-Bin = tuple[int, tuple[int, ...]]
-"""A load, and the items that add up to it."""
 
 
 def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[int]]:
@@ -217,7 +209,7 @@ def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[i
     """
     if len(loads) < count * at_least:
         raise ValueError(f"{len(loads)} items are too few for {count} parts of at least {at_least}")
-    empty: Bin = (0, ())
+    empty: tuple[int, tuple[int, ...]] = (0, ())  # a load, and the items that add up to it
     # a heap of partitions, the least even one first; each item begins as a partition of its own
     heap = [(-load, i, [(load, (i,)), *[empty] * (count - 1)]) for i, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -227,17 +219,13 @@ def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[i
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
     parts = [list(items) for _, items in heap[0][2]]
-    _even_out(parts, loads, at_least)
-    return [sorted(part) for part in parts]
-
-
-def _even_out(parts: list[list[int]], loads: Sequence[int], at_least: int) -> None:
-    """Move the lightest items of the longest parts to parts with too few items."""
+    # parts with too few items get the lightest ones of the longest parts
     while len(poorest := min(parts, key=len)) < at_least:
         richest = max(parts, key=len)
         lightest = min(richest, key=lambda item: loads[item])
         richest.remove(lightest)
         poorest.append(lightest)
+    return [sorted(part) for part in parts]
 
 
 def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorDictBase]:
@@ -443,10 +431,15 @@ def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks
     """Return the ranks of this run: of the existing process group, or of the one that a launcher has configured."""
     owns_group = not distributed.is_initialized() and is_launched()
     if owns_group:
-        with_cuda = torch.cuda.is_available()
-        if with_cuda:
-            torch.cuda.set_device(_own_gpu())
-        backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
+        backend = "gloo"
+        if torch.cuda.is_available():
+            own, count, backend = local_rank(), torch.cuda.device_count(), "cpu:gloo,cuda:nccl"
+            if own >= count:
+                raise ConfigError(
+                    f"LOCAL_RANK={own}: a rank uses the GPU of this index; {count} are visible. Start no more ranks "
+                    "than a machine has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
+                )
+            torch.cuda.set_device(own)
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         # keys of an earlier attempt may be left in the launcher's store: each attempt has its own prefix
@@ -458,63 +451,17 @@ def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks
     return RankGroup(seconds, owns_group)
 
 
-def _own_gpu() -> int:
-    own, count = local_rank(), torch.cuda.device_count()
-    if own >= count:
-        raise ConfigError(
-            f"LOCAL_RANK={own}: a rank uses the GPU of this index; {count} are visible. Start no more ranks than a "
-            "machine has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
-        )
-    return own
-
-
 # Which placements are impossible, and what to do instead.
 def check_placement(size: int, config: GRPOConfig) -> None:
     """Refuse settings under which this many ranks cannot share the model, or not correctly."""
+    own, rollout = config.placement, config.rollout
     if size == 1:
-        _check_single(config)
+        for name in ("tensor_parallel", "expert_parallel", "replicate"):
+            count, how = getattr(own, name), "needs several ranks: start it by torchrun --nproc-per-node N"
+            _require(count == 1, f"placement.{name}={count} {how}")
+        _require(not own.cpu_offload, "placement.cpu_offload=True is FSDP2's, which needs several ranks")
         return
     check_axes(size, config)
-    _check_model(size, config)
-    _check_shares(size // config.placement.tensor_parallel, config)
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
-
-
-def _check_single(config: GRPOConfig) -> None:
-    own = config.placement
-    for name in ("tensor_parallel", "expert_parallel", "replicate"):
-        count = getattr(own, name)
-        _require(count == 1, f"placement.{name}={count} needs several ranks: start it by torchrun --nproc-per-node N")
-    _require(not own.cpu_offload, "placement.cpu_offload=True is FSDP2's, which needs several ranks")
-
-
-def check_axes(size: int, config: GRPOConfig) -> None:
-    """Refuse parallel sizes that do not fit the number of ranks; ``ConfigError`` as in :func:`check_placement`."""
-    own = config.placement
-    tensor, expert, copies = own.tensor_parallel, own.expert_parallel, own.replicate
-    _require(
-        size % (tensor * copies) == 0,
-        f"placement: {size} ranks are no multiple of tensor_parallel={tensor} times replicate={copies}",
-    )
-    of_copy = size // copies
-    _require(
-        copies == 1 or of_copy > tensor,
-        f"placement.replicate={copies} leaves {of_copy} rank(s) for a copy, over which FSDP2 shards: at least "
-        f"{2 * tensor} are needed",
-    )
-    _require(
-        expert == 1 or (expert % tensor == 0 and of_copy % expert == 0),
-        f"placement.expert_parallel={expert} must be a multiple of tensor_parallel={tensor} that divides the "
-        f"{of_copy} ranks of a copy",
-    )
-
-
-def _check_model(size: int, config: GRPOConfig) -> None:
-    own = config.placement
     # with as many ranks as tensor parallelism takes, none are left to shard over
     has_fsdp = size > own.tensor_parallel
     _require(not own.cpu_offload or has_fsdp, "placement.cpu_offload=True is FSDP2's: give it ranks beside TP")
@@ -542,18 +489,42 @@ def _check_model(size: int, config: GRPOConfig) -> None:
         "waits so long for readers of the weight store, the others wait in a collective",
     )
     _require(not config.engine.sleep, "engine.sleep=True is for one GPU that one rank shares with the engine")
-
-
-def _check_shares(count: int, config: GRPOConfig) -> None:
-    prompts, parts = config.rollout.prompts_per_step, config.optim.minibatches
+    # each share of a batch has a whole group, and a sample for each minibatch
+    shares, prompts, parts = size // own.tensor_parallel, rollout.prompts_per_step, config.optim.minibatches
     _require(
-        prompts >= count,
-        f"rollout.prompts_per_step={prompts} is too few: each of {count} shares of a batch has a whole group",
+        prompts >= shares,
+        f"rollout.prompts_per_step={prompts} is too few: each of {shares} shares of a batch has a whole group",
     )
-    answers = prompts // count * config.rollout.group_size
+    answers = prompts // shares * rollout.group_size
     _require(
         answers >= parts,
         f"optim.minibatches={parts} is too many: a rank has {answers} answers of a step, or a few more",
+    )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def check_axes(size: int, config: GRPOConfig) -> None:
+    """Refuse parallel sizes that do not fit the number of ranks; ``ConfigError`` as in :func:`check_placement`."""
+    own = config.placement
+    tensor, expert, copies = own.tensor_parallel, own.expert_parallel, own.replicate
+    _require(
+        size % (tensor * copies) == 0,
+        f"placement: {size} ranks are no multiple of tensor_parallel={tensor} times replicate={copies}",
+    )
+    of_copy = size // copies
+    _require(
+        copies == 1 or of_copy > tensor,
+        f"placement.replicate={copies} leaves {of_copy} rank(s) for a copy, over which FSDP2 shards: at least "
+        f"{2 * tensor} are needed",
+    )
+    _require(
+        expert == 1 or (expert % tensor == 0 and of_copy % expert == 0),
+        f"placement.expert_parallel={expert} must be a multiple of tensor_parallel={tensor} that divides the "
+        f"{of_copy} ranks of a copy",
     )
 
 

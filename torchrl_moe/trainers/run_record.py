@@ -85,9 +85,17 @@ class RunRecord:
         # the older run goes at the last moment: a mistake before the first step costs it nothing
         self._forget()
         self._rewrite()
-        self._keep_samples(self._before)
+        kept = ""
+        for line in self.samples.read_text().splitlines() if self._before and self.samples.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):  # truncated by a kill
+                kept += f"{line}\n" if json.loads(line)["step"] < self._before else ""
+        self.samples.write_text(kept)
         (self.folder / "config.yaml").write_text(self._config)
-        (self.folder / "versions.json").write_text(json.dumps(_package_versions(), indent=1))
+        versions = {}
+        for name in PACKAGES:
+            with contextlib.suppress(PackageNotFoundError):
+                versions[name] = version(name)
+        (self.folder / "versions.json").write_text(json.dumps(versions, indent=1))
 
     def add(self, metrics: Mapping[str, object]) -> Row:
         """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
@@ -117,7 +125,15 @@ class RunRecord:
     def add_samples(self, step: int, batch: TensorDictBase, count: int) -> None:
         """Append a batch's first answers, as text."""
         for sample in batch[:count].unbind(0):
-            line = {"step": step, "reward": float(sample["next", "reward"].sum()), **_texts(sample)}
+            line: dict[str, object] = {"step": step, "reward": float(sample["next", "reward"].sum())}
+            history, text = sample.get("history", None), sample.get("text", None)
+            if history is not None:
+                turns = history.full if getattr(history, "full", None) is not None else history.prompt
+                contents = turns.content
+                prompt = contents[-2] if len(contents) > 1 else ""
+                line |= {"prompt": str(prompt), "completion": str(contents[-1])}
+            elif text is not None:
+                line |= {"prompt": str(text.prompt), "completion": str(text.response)}
             self._lines.append(json.dumps(line) + "\n")
         if self._has_begun:
             self._write_samples()
@@ -157,38 +173,12 @@ class RunRecord:
             writer.writerows(self.rows)
         os.replace(draft, self.metrics)
 
-    def _keep_samples(self, before: int) -> None:
-        kept = []
-        for line in self.samples.read_text().splitlines() if before and self.samples.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):  # truncated by a kill
-                kept += [line] if json.loads(line)["step"] < before else []
-        self.samples.write_text("".join(f"{line}\n" for line in kept))
-
 
 def _is_number(value: object) -> TypeGuard[float | Tensor]:
     """Whether a logger can take a value: a number, or a tensor of one. A switch, as TorchRL's ``log_pbar``, is none."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _texts(sample: TensorDictBase) -> dict[str, str]:
-    history, text = sample.get("history", None), sample.get("text", None)
-    if history is not None:
-        turns = history.full if getattr(history, "full", None) is not None else history.prompt
-        contents = turns.content
-        return {"prompt": str(contents[-2] if len(contents) > 1 else ""), "completion": str(contents[-1])}
-    if text is not None:
-        return {"prompt": str(text.prompt), "completion": str(text.response)}
-    return {}
-
-
-def _package_versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -203,35 +193,6 @@ def _number(text: str) -> float | str:
     return int(value) if value.is_integer() and "." not in text and "e" not in text else value
 
 
-def what_no_run_wrote(folder: Path) -> str:
-    """Return the names of files that a run would replace, and no run has written: it would have begun with metrics.
-
-    >>> what_no_run_wrote(Path("no/such/folder"))
-    ''
-    """
-    if (folder / "metrics.csv").is_file():
-        return ""
-    return ", ".join(name for name in ("config.yaml", "versions.json") if (folder / name).exists())
-
-
-def what_a_run_left(folder: Path) -> str:
-    """Return what a folder holds of a run that has made a step; empty if there is nothing to lose.
-
-    >>> what_a_run_left(Path("no/such/folder"))
-    ''
-    """
-    metrics = folder / "metrics.csv"
-    steps = len(metrics.read_bytes().splitlines()) - 1 if metrics.is_file() else 0
-    checkpoints = len([*folder.glob("checkpoints/step-*")])
-    found = {
-        f"{steps} step(s) in metrics.csv": steps > 0,
-        f"{checkpoints} checkpoint(s)": checkpoints > 0,
-        "samples.jsonl": (folder / "samples.jsonl").is_file() and (folder / "samples.jsonl").stat().st_size > 0,
-        "a model": (folder / "model" / "config.json").is_file(),
-    }
-    return ", ".join(name for name, is_there in found.items() if is_there)
-
-
 # The run's folder: locked by the process that writes it, and refused if it holds another run.
 def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
     """Refuse a folder that holds a run, unless it is to be continued or replaced.
@@ -240,18 +201,31 @@ def refuse_older_run(config: GRPOConfig, model: object = None) -> None:
         ConfigError: it holds a run, or files of the same names that no run wrote: these are never replaced; or the
             model that a run would replace.
     """
-    folder, found, out = Path(config.out), what_a_run_left(Path(config.out)), config.out
-    if others := what_no_run_wrote(folder):
+    folder, out = Path(config.out), config.out
+    metrics, samples = folder / "metrics.csv", folder / "samples.jsonl"
+    # a run would have begun with metrics
+    others = [name for name in ("config.yaml", "versions.json") if (folder / name).exists()]
+    if others and not metrics.is_file():
         raise ConfigError(
-            f"out={out} holds {others}, which no run has written and this one would replace: rename it, or set out "
-            "to another folder"
+            f"out={out} holds {', '.join(others)}, which no run has written and this one would replace: rename it, or "
+            "set out to another folder"
         )
-    if config.resume or not found:
+    # what there is to lose
+    steps = len(metrics.read_bytes().splitlines()) - 1 if metrics.is_file() else 0
+    checkpoints = len([*folder.glob("checkpoints/step-*")])
+    found = {
+        f"{steps} step(s) in metrics.csv": steps > 0,
+        f"{checkpoints} checkpoint(s)": checkpoints > 0,
+        "samples.jsonl": samples.is_file() and samples.stat().st_size > 0,
+        "a model": (folder / "model" / "config.json").is_file(),
+    }
+    if config.resume or not any(found.values()):
         return
     if not config.overwrite:
+        left = ", ".join(name for name, is_there in found.items() if is_there)
         raise ConfigError(
-            f"out={out} holds a run ({found}): set resume=True to continue it, overwrite=True to replace it, or "
-            "out to another folder"
+            f"out={out} holds a run ({left}): set resume=True to continue it, overwrite=True to replace it, or out to "
+            "another folder"
         )
     source = config.model.source if model is None else model
     if not isinstance(source, str | os.PathLike):
@@ -292,13 +266,16 @@ def locked_folder(config: GRPOConfig) -> Iterator[None]:
 def make_loggers(config: GRPOConfig) -> list[Logger]:
     """Return those of TorchRL's loggers that the configuration names."""
     # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
-    experiment, log = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}", config.log
-    given = [{f"{name}_kwargs": log.arguments[name]} if log.arguments.get(name) else {} for name in log.loggers]
-    named = zip(log.loggers, given, strict=True)
+    experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
+    loggers: list[Logger] = []
     try:
-        return [get_logger(name, config.out, experiment, **arguments) for name, arguments in named]
+        for name in config.log.loggers:
+            given = config.log.arguments.get(name)
+            own = {f"{name}_kwargs": given} if given else {}
+            loggers.append(get_logger(name, config.out, experiment, **own))
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError.of("log", error) from error
+    return loggers
 
 
 def open_record(config: GRPOConfig, steps_done: int, start: Path | None) -> RunRecord:
@@ -354,7 +331,36 @@ class HealthMonitor:
 
     def check(self, rows: Rows) -> list[str]:
         """Return the signs that are new, and log them."""
-        found = dict(_signs(rows))
+        found: dict[str, str] = {}
+        entropy, reward, norms = (_column(rows, name) for name in ("entropy", "reward", "grad_norm"))
+        if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
+            found["entropy"] = (
+                f"the entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g} nats: the policy no longer explores; "
+                "lower the learning rate, or add an entropy bonus"
+            )
+        # means of each five steps in a row: the last against the best; a share of what is not positive means nothing
+        windows = [statistics.mean(reward[i : i + RECENT]) for i in range(len(reward) - RECENT + 1)]
+        if len(reward) >= 2 * RECENT and max(windows) > 0 and windows[-1] <= REWARD_SHARE * max(windows):
+            fell = f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}"
+            found["reward"] = f"{fell}: go back to an earlier checkpoint"
+        usual = statistics.median(norms[:-1]) if len(norms) > RECENT else 0.0
+        if usual > 0 and norms[-1] > NORM_FACTOR * usual:
+            found["gradient"] = f"the gradient has norm {norms[-1]:.2g}, usually {usual:.2g}"
+        cut, uniform = _recent(rows, "truncated"), _recent(rows, "uniform_groups")
+        if cut is not None and cut > TRUNCATED_SHARE:
+            found["truncated"] = (
+                f"{cut:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut"
+            )
+        if uniform is not None and uniform >= UNIFORM_SHARE:
+            found["uniform"] = (
+                f"in {uniform:.2f} of the last groups all answers have the same reward, and no advantage: the prompts "
+                "are too easy or too hard, or the reward is always the same"
+            )
+        # both distances, where tokens are of the newest weights: their age changes both; tiny ones are rounding
+        live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
+        if live is not None and replayed is not None and not age and replayed > MARGIN * live > 1e-6:
+            apart = f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without"
+            found["replay"] = f"{apart}: replay does not help here"
         new = [text for name, text in found.items() if name not in self._shown]
         self._shown = set(found)
         for text in new:
@@ -366,42 +372,6 @@ def _recent(rows: Rows, name: str) -> float | None:
     """Return the mean of the last steps, once there are enough of them."""
     values = _column(rows, name)[-RECENT:]
     return statistics.mean(values) if len(values) == RECENT else None
-
-
-def _signs(rows: Rows) -> Iterator[tuple[str, str]]:
-    """Yield the name of each sign that a run's rows show, and what to say of it."""
-    entropy, reward, norms = (_column(rows, name) for name in ("entropy", "reward", "grad_norm"))
-    if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
-        yield (
-            "entropy",
-            f"the entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g} nats: the policy no longer explores; "
-            "lower the learning rate, or add an entropy bonus",
-        )
-    # means of each five steps in a row: the last against the best; a share of what is not positive means nothing
-    windows = [statistics.mean(reward[i : i + RECENT]) for i in range(len(reward) - RECENT + 1)]
-    if len(reward) >= 2 * RECENT and max(windows) > 0 and windows[-1] <= REWARD_SHARE * max(windows):
-        fell = f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}"
-        yield "reward", f"{fell}: go back to an earlier checkpoint"
-    usual = statistics.median(norms[:-1]) if len(norms) > RECENT else 0.0
-    if usual > 0 and norms[-1] > NORM_FACTOR * usual:
-        yield "gradient", f"the gradient has norm {norms[-1]:.2g}, usually {usual:.2g}"
-    cut, uniform = _recent(rows, "truncated"), _recent(rows, "uniform_groups")
-    if cut is not None and cut > TRUNCATED_SHARE:
-        yield (
-            "truncated",
-            f"{cut:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut",
-        )
-    if uniform is not None and uniform >= UNIFORM_SHARE:
-        yield (
-            "uniform",
-            f"in {uniform:.2f} of the last groups all answers have the same reward, and no advantage: the prompts are "
-            "too easy or too hard, or the reward is always the same",
-        )
-    # both distances, where tokens are of the newest weights: their age changes both; tiny ones are rounding
-    live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
-    if live is not None and replayed is not None and not age and replayed > MARGIN * live > 1e-6:
-        apart = f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without"
-        yield "replay", f"{apart}: replay does not help here"
 
 
 # What is shown while a run goes on: a bar on a terminal or in a notebook, lines elsewhere.
@@ -488,15 +458,10 @@ def summary(rows: Rows, held_out: float | None) -> Table:
     for phase in PHASES:
         if seconds := _column(rows, f"seconds_{phase}"):
             table.add_row(f"seconds per step, {phase}", f"{statistics.mean(seconds):.3f}")
-    _add_mismatch(table, rows)
-    return table
-
-
-def _add_mismatch(table: Table, rows: Rows) -> None:
-    """Add the effect of replay on the rollouts of all measured steps; without replay, add nothing."""
+    # the effect of replay on the rollouts of all measured steps
     live, agreement = _column(rows, "dlogp_live"), _column(rows, "agreement")
     if not live or not agreement:
-        return
+        return table
     before, after = statistics.mean(live), statistics.mean(_column(rows, "dlogp_mean"))
     removed = 1 - after / before if before else 0.0
     table.add_section()
@@ -507,6 +472,7 @@ def _add_mismatch(table: Table, rows: Rows) -> None:
         table.add_row("replay changes", "nothing")
     else:
         table.add_row(f"replay {'removes' if removed >= 0 else 'adds'}", f"{abs(removed):.0%} of the mismatch")
+    return table
 
 
 class RunReports:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -102,21 +103,15 @@ class Rewards:
         if not given:
             raise ValueError("there are no reward functions")
         self._functions = [_Function(function) for function in given]
-        names = self.names
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two reward functions have the name {twice[0]!r}: their values could not be told apart")
+        self.names = [function.name for function in self._functions]
         self.weights = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(given):
             raise ValueError(f"there are {len(self.weights)} weights for {len(given)} reward functions")
-        for name, weight in zip(names, self.weights, strict=True):
+        for name, weight in zip(self.names, self.weights, strict=True):
+            if self.names.count(name) > 1:
+                raise ValueError(f"two reward functions have the name {name!r}: their values could not be told apart")
             if not math.isfinite(weight):
                 raise ValueError(f"the weight of the reward function {name!r} must be finite, got {weight}")
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the functions, in their order."""
-        return [function.name for function in self._functions]
 
     def check(self, columns: Collection[str]) -> None:
         """Check that the data has what each function asks for.
@@ -160,21 +155,29 @@ class _Function:
             given = import_function(given)
         if not callable(given):
             raise TypeError(f"a reward function is a function or 'package.module:function', got {given!r:.60}")
-        self.name = _name(given)
         self._call = given
-        self._is_async = _is_async(given)
+        named: object = given
+        while isinstance(named, partial):
+            named = named.func
+        self.name = getattr(named, "__name__", None) or type(named).__name__
+        # an object whose __call__ is async, too
+        self._is_async = any(map(inspect.iscoroutinefunction, (given, getattr(given, "__call__", None))))  # noqa: B004
         # what it is called with is told by the names of its parameters
         try:
             parameters = list(inspect.signature(given).parameters.values())
         except ValueError as error:  # some functions written in C
             raise ValueError(f"{self} does not say what its parameters are: wrap it in a function") from error
+        self._names: set[str] = set()
+        self._needed: list[str] = []
+        self._takes_all = False
         for parameter in parameters:
-            if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            is_needed = parameter.default is parameter.empty
+            if parameter.kind is parameter.POSITIONAL_ONLY and is_needed:
                 raise ValueError(f"{self} takes {parameter.name!r} by its place only: it is called by names")
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        self._names = {parameter.name for parameter in named}
-        self._needed = [parameter.name for parameter in named if parameter.default is parameter.empty]
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                self._names.add(parameter.name)
+                self._needed += [parameter.name] if is_needed else []
+            self._takes_all |= parameter.kind is parameter.VAR_KEYWORD
         self._takes_lists = "completions" in self._names
         if not self._names and not self._takes_all:
             raise ValueError(f"{self} asks for nothing: give it a parameter such as 'completion'")
@@ -195,12 +198,13 @@ class _Function:
         self, prompt: Prompt, completion: str, completion_ids: list[int], columns: Mapping[str, object]
     ) -> float | None:
         self.check(columns)
-        there = self._arguments(prompt, completion, completion_ids, columns)
-        arguments = there if self._takes_all else {name: there[name] for name in self._names & there.keys()}
+        arguments = self._arguments(prompt, completion, completion_ids, columns)
+        if not self._takes_all:
+            arguments = {name: value for name, value in arguments.items() if name in self._names}
+        call = partial(self._call, **arguments)
         try:
             # a plain function in a thread: it may compute for long, and the loop serves all samples
-            call = partial(self._call, **arguments)
-            value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
+            value = await (call() if self._is_async else asyncio.to_thread(_called, call))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
         except BaseException as error:
@@ -210,7 +214,19 @@ class _Function:
                 raise RuntimeError(f"{self} raised {error!r}") from error
             error.add_note(f"in {self} ({_place(error, self._call)})")
             raise
-        return self._number(self._only(value) if self._takes_lists else value)
+        if self._takes_lists:
+            values = value.tolist() if hasattr(value, "tolist") else value
+            if not isinstance(values, list | tuple) or len(values) != 1:
+                raise TypeError(
+                    f"{self} was given one completion, and must return a list of one value, got {value!r:.60}"
+                )
+            value = values[0]
+        if value is None:
+            return None
+        number = number_of(value)
+        if number is None:
+            raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
+        return finite(number, str(self))
 
     def _arguments(
         self, prompt: Prompt, completion: str, completion_ids: list[int], columns: Mapping[str, object]
@@ -227,20 +243,6 @@ class _Function:
             answer = [{"role": "assistant", "content": said + completion}]
         ours = {"prompts": [prompt], "completions": [answer], "completion_ids": [completion_ids]}
         return {**{name: [value] for name, value in columns.items()}, **ours}
-
-    def _only(self, values: object) -> object:
-        plain = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(plain, list | tuple) or len(plain) != 1:
-            raise TypeError(f"{self} was given one completion, and must return a list of one value, got {values!r:.60}")
-        return plain[0]
-
-    def _number(self, value: object) -> float | None:
-        if value is None:
-            return None
-        number = number_of(value)
-        if number is None:
-            raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
-        return finite(number, str(self))
 
 
 def _place(error: Exception, function: object) -> str:
@@ -263,16 +265,6 @@ def _called(call: Callable[[], T]) -> T:
         return call()
     except StopIteration as error:  # a future cannot hold one, and waiting for it would never end
         raise RuntimeError("a reward function raised StopIteration") from error
-
-
-def _name(function: object) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__name__", None) or type(function).__name__
-
-
-def _is_async(function: object) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 # One prompt, one answer, one reward: the episode that a collector runs for a set of prompts.
@@ -304,20 +296,20 @@ class PromptEpisode:
     """
 
     def __init__(
-        self,
-        prompt_column: str,
-        rewards: Rewards,
-        tokenizer: Tokenizer,
-        skip_special_tokens: bool = True,
+        self, prompt_column: str, rewards: Rewards, tokenizer: Tokenizer, skip_special_tokens: bool = True
     ) -> None:
-        self.prompt_column, self.rewards = prompt_column, rewards
+        self.prompt_column, self.rewards, self.skip_special_tokens = prompt_column, rewards, skip_special_tokens
         self.tokenizer, self.is_chat = tokenizer, reads_chats(tokenizer)
-        self.skip_special_tokens = skip_special_tokens
 
     async def __call__(self, data: TensorDictBase, ask: Ask) -> float | None:
         """Run a sample, and return its reward; ``None`` if all functions abstained."""
         columns = {name: data[name] for name in data.keys()}  # noqa: SIM118  a TensorDict iterates over its batch
-        prompt = self._prompt(columns)
+        if self.prompt_column not in columns:
+            there = ", ".join(map(repr, columns))
+            raise ValueError(f"the sample has no column {self.prompt_column!r}; its columns are {there or 'none'}")
+        prompt = columns[self.prompt_column]
+        if not self.is_chat and not isinstance(prompt, str):
+            raise ValueError(f"the policy reads text, not messages: column {self.prompt_column!r} is {prompt!r:.60}")
         # the policy would read such columns as entries of an earlier turn
         for name in TAKEN & columns.keys():
             del data[name]
@@ -331,15 +323,6 @@ class PromptEpisode:
             data["rewards", name] = torch.tensor([float("nan") if value is None else value])
         return reward.total
 
-    def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
-        if self.prompt_column not in columns:
-            there = ", ".join(map(repr, columns))
-            raise ValueError(f"the sample has no column {self.prompt_column!r}; its columns are {there or 'none'}")
-        prompt = columns[self.prompt_column]
-        if not self.is_chat and not isinstance(prompt, str):
-            raise ValueError(f"the policy reads text, not messages: column {self.prompt_column!r} is {prompt!r:.60}")
-        return prompt
-
 
 # The prompts and rewards, for training and for held-out evaluation.
 TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "ifeval": "IFEvalEnv"}
@@ -349,57 +332,42 @@ DRAWN = ("countdown",)
 NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a trainer was given to train on; ``None``: ``config.data`` says it."""
-
-    dataset: object = None
-    env: EnvLike | None = None
-    rewards: Sequence[RewardFunction] | RewardFunction | None = None
-    held_out: object = None
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutSource:
-    """Where samples come from: an environment or a function, and the rows that it gets."""
+    """Where samples come from: an environment or a function, and the rows that it gets.
 
-    env: EnvLike | None
-    dataloader: Iterable[TensorDictBase] | None
-    held_out_env: EnvLike | None = None
-    held_out_loader: Callable[[], Iterable[TensorDictBase]] | None = None
-    held_out: int = 0
+    It has none until :meth:`load`, nor on ranks that do not load any. ``None`` of an argument: ``config.data`` says it.
+    """
 
-    @classmethod
-    def of(cls, config: GRPOConfig, tokenizer: Tokenizer, given: Given) -> RolloutSource:
-        """Make a source from a trainer's arguments, or from ``config.data``."""
-        source = config.data.source if given.dataset is None else given.dataset
-        if config.chat_template_kwargs and not reads_chats(tokenizer):
-            raise ConfigError("chat_template_kwargs: the tokenizer has no chat template: set tokenizer.chat_template")
-        is_task = isinstance(source, str) and source in TASKS
-        try:
-            if given.env is not None:
-                return cls._of_env(config, tokenizer, given, given.env, source)
-            if is_task:
-                return cls._of_task(str(source), config, tokenizer, given)
-            return cls._of_prompts(config, tokenizer, given, source)
-        except ConfigError:
-            raise
-        except Exception as error:  # a user's function or a dataset's host may raise anything
-            raise ConfigError.of(f"data.source={source}" if is_task else "data", error) from error
+    def __init__(
+        self,
+        config: GRPOConfig,
+        *,
+        dataset: object = None,
+        env: EnvLike | None = None,
+        rewards: Sequence[RewardFunction] | RewardFunction | None = None,
+        held_out: object = None,
+    ) -> None:
+        self.env = env
+        self.held_out_env: EnvLike | None = None
+        self.held_out = 0
+        self.dataloader: Iterable[TensorDictBase] | None = None
+        self.held_out_loader: Callable[[], Iterable[TensorDictBase]] | None = None
+        self._config, self._dataset, self._rewards, self._held_out = config, dataset, rewards, held_out
+        self._source = config.data.source if dataset is None else dataset
+        self._task = self._source if isinstance(self._source, str) and self._source in TASKS else None
 
-    @classmethod
-    def check_names(cls, config: GRPOConfig, given: Given) -> None:
+    def check_names(self) -> None:
         """Import the functions that are named, which costs less than loading a model."""
-        source = config.data.source if given.dataset is None else given.dataset
-        if given.env is None and not (isinstance(source, str) and source in TASKS):
-            _check_given(source)
-            cls._rewards(config, given)
-        if given.env is None and is_reasoning_task(source):
+        if self.env is None and self._task is None:
+            if self._source is None:
+                raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
+            self._functions()
+        if self.env is None and is_reasoning_task(self._source):
             try:
-                check_reasoning_task(str(source), config.data.arguments)
+                check_reasoning_task(str(self._source), self._config.data.arguments)
             except (ImportError, ValueError) as error:
                 raise ConfigError.of("data", error) from error
-        named = {"data.source" if given.dataset is None else "dataset": source, "held_out": given.held_out}
+        named = {"data.source" if self._dataset is None else "dataset": self._source, "held_out": self._held_out}
         for name, value in named.items():
             if isinstance(value, str) and is_function_name(value) and not (is_path(value) or is_reasoning_task(value)):
                 try:
@@ -407,26 +375,38 @@ class RolloutSource:
                 except ValueError as error:
                     raise ConfigError.of(f"{name}={value}", error) from error
 
-    @staticmethod
-    def _rewards(config: GRPOConfig, given: Given) -> Rewards:
-        source = config.data.source if given.dataset is None else given.dataset
-        functions = config.data.rewards if given.rewards is None else given.rewards
-        if is_reasoning_task(source) and not functions:
+    def load(self, tokenizer: Tokenizer) -> Self:
+        """Read the prompts, or make the environment; return itself."""
+        if self._config.chat_template_kwargs and not reads_chats(tokenizer):
+            raise ConfigError("chat_template_kwargs: the tokenizer has no chat template: set tokenizer.chat_template")
+        try:
+            if self.env is not None:
+                self._take_env(self.env, tokenizer)
+            elif self._task is not None:
+                self._make_task(self._task, tokenizer)
+            else:
+                self._make_episode(tokenizer)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's function or a dataset's host may raise anything
+            raise ConfigError.of("data" if self._task is None else f"data.source={self._task}", error) from error
+        return self
+
+    def _functions(self) -> Rewards:
+        functions = self._config.data.rewards if self._rewards is None else self._rewards
+        if is_reasoning_task(self._source) and not functions:
             functions = [reasoning_score]
         if isinstance(functions, list | tuple) and not functions:
             raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
         try:
-            return Rewards(functions, config.data.weights)
+            return Rewards(functions, self._config.data.weights)
         except (TypeError, ValueError) as error:
-            raise ConfigError.of("data.rewards" if given.rewards is None else "rewards", error) from error
+            raise ConfigError.of("data.rewards" if self._rewards is None else "rewards", error) from error
 
-    @classmethod
-    def _of_env(
-        cls, config: GRPOConfig, tokenizer: Tokenizer, given: Given, env: EnvLike, source: object
-    ) -> RolloutSource:
-        if given.rewards is not None:
+    def _take_env(self, env: EnvLike, tokenizer: Tokenizer) -> None:
+        if self._rewards is not None:
             raise ConfigError("rewards are for a dataset: an env gives its own")
-        if given.dataset is not None and not is_episode_function(env):
+        if self._dataset is not None and not is_episode_function(env):
             raise ConfigError(
                 "dataset and env: give one of them, or a dataset and an async function that plays a sample"
             )
@@ -435,78 +415,95 @@ class RolloutSource:
                 "env must be an environment, a callable that makes one, or an async function that plays a sample, got "
                 f"{type(env).__name__}"
             )
-        if not is_episode_function(env):
-            return cls._with_env(config, env, tokenizer, given.held_out)
-        # the function makes its own prompts, from any column
-        return cls._with_prompts(config, env, cls._load(config, source, given.held_out, None))
+        if is_episode_function(env):
+            self._use(env, self._prompts(None))  # it makes its own prompts, from any column
+        else:
+            self._use_env(env, self._held_out, tokenizer)
 
-    @classmethod
-    def _with_env(cls, config: GRPOConfig, env: EnvLike, tokenizer: Tokenizer, held_out: object) -> RolloutSource:
-        if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
-            raise ConfigError("an environment of chats needs a chat template: set tokenizer.chat_template")
-        if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
-            raise ConfigError(f"held_out must be an environment, as env is, got {type(held_out).__name__}")
-        count = config.data.held_out
-        if held_out is None and count and config.eval.every:
-            raise ConfigError(
-                f"data.held_out={count}: an environment, or a TorchRL task, has no held-out prompts: set it to 0, or "
-                "give the trainer another environment, held_out=..."
-            )
-        return cls(env, None, held_out, None, 0 if held_out is None else config.eval.prompts)
-
-    @classmethod
-    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: Tokenizer, given: Given) -> RolloutSource:
+    def _make_task(self, name: str, tokenizer: Tokenizer) -> None:
         from torchrl.envs import llm
 
-        if given.rewards is not None:
+        if self._rewards is not None:
             raise ConfigError(f"data.source={name} has rewards of its own: leave rewards out")
         make = getattr(llm, TASKS[name], None)
         if make is None:
             raise ConfigError(f"data.source={name}: this TorchRL has no {TASKS[name]}")
+        config, held_out = self._config, self._held_out
         arguments = {"tokenizer": tokenizer, "seed": config.seed, **config.data.arguments}
         env: EnvBase = make(num_envs=config.rollout.group_size, **arguments)
-        held_out = given.held_out
         if held_out is None and name in DRAWN and config.eval.every:
             held_out = make(**{**arguments, "num_envs": 1, "seed": arguments["seed"] + 1})
-        return cls._with_env(config, env, tokenizer, held_out)
+        self._use_env(env, held_out, tokenizer)
 
-    @classmethod
-    def _of_prompts(cls, config: GRPOConfig, tokenizer: Tokenizer, given: Given, source: object) -> RolloutSource:
-        prompts = cls._load(config, source, given.held_out, config.data.prompt)
-        rewards = cls._rewards(config, given)
+    def _use_env(self, env: EnvLike, held_out: object, tokenizer: Tokenizer) -> None:
+        if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
+            raise ConfigError("an environment of chats needs a chat template: set tokenizer.chat_template")
+        if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
+            raise ConfigError(f"held_out must be an environment, as env is, got {type(held_out).__name__}")
+        count = self._config.data.held_out
+        if held_out is None and count and self._config.eval.every:
+            raise ConfigError(
+                f"data.held_out={count}: an environment, or a TorchRL task, has no held-out prompts: set it to 0, or "
+                "give the trainer another environment, held_out=..."
+            )
+        self.env, self.held_out_env = env, held_out
+        self.held_out = 0 if held_out is None else self._config.eval.prompts
+
+    def _make_episode(self, tokenizer: Tokenizer) -> None:
+        data = self._config.data
+        prompts, rewards = self._prompts(data.prompt), self._functions()
         rewards.check(prompts.columns)
-        _check_rendering(config, tokenizer, prompts)
-        episode = PromptEpisode(
-            config.data.prompt,
-            rewards,
-            tokenizer,
-            skip_special_tokens=config.rollout.sampling.get("skip_special_tokens", True),
-        )
-        return cls._with_prompts(config, episode, prompts)
+        # without a template every row must be text; with one, the first of each part shows whether it renders
+        parts, column, common = (prompts.train, prompts.held_out), data.prompt, self._config.chat_template_kwargs
+        if not reads_chats(tokenizer):
+            for row in itertools.chain(*parts):
+                if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
+                    raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
+        for row in (rows[0] for rows in parts if len(rows) and reads_chats(tokenizer)):
+            prompt, options = row[column], options_of(template_options(common), row)
+            template = template_of(tokenizer, tools=options.get("tools"))
+            chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            try:
+                chat.rendered(tokenizer, template, options)
+            except Exception as error:  # a template may raise anything
+                raise ConfigError.of(f"the chat template, given the prompt {prompt!r:.100}", error) from error
+        skips = self._config.rollout.sampling.get("skip_special_tokens", True)
+        self._use(PromptEpisode(data.prompt, rewards, tokenizer, skip_special_tokens=skips), prompts)
 
-    @staticmethod
-    def _load(config: GRPOConfig, source: object, held_out: object, prompt: str | None) -> PromptSet:
-        data = config.data
-        _check_given(source)
+    def _prompts(self, column: str | None) -> PromptSet:
+        data, source, held_out = self._config.data, self._source, self._held_out
+        if source is None:
+            raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset too")
         # arguments belong to the source in the configuration; where it names none, to the dataset that was passed
         is_theirs = source is data.source or (data.source is None and isinstance(source, str))
         takes_none = isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source))
         arguments = data.arguments if is_theirs and not takes_none else None
         count = data.held_out if held_out is None else 0
-        found = load_prompts(source, prompt=prompt, held_out=count, seed=config.seed, arguments=arguments)
-        if config.checkpoint.every:
-            _check_storable(found)
+        found = load_prompts(source, prompt=column, held_out=count, seed=self._config.seed, arguments=arguments)
+        # a checkpoint holds the rows that are under way
+        for place, row in enumerate(found.train if self._config.checkpoint.every else ()):
+            for name, value in row.items():
+                if isinstance(value, str | int | float | None):
+                    continue
+                try:
+                    pickle.dumps(value)
+                except Exception as error:  # an object's own code may raise anything
+                    raise ConfigError(
+                        f"data: train row {place}, column {name!r} is a {type(value).__name__}, which a checkpoint "
+                        f"cannot hold ({error!s:.100}): leave it out and look it up in the reward, or set "
+                        "checkpoint.every=0"
+                    ) from error
         if held_out is None:
             return found
         try:
-            return PromptSet(found.train, load_prompts(held_out, prompt=prompt).train, found.prompt)
+            return PromptSet(found.train, load_prompts(held_out, prompt=column).train, found.prompt)
         except Exception as error:  # as for the data
             raise ConfigError.of("held_out", error) from error
 
-    @classmethod
-    def _with_prompts(cls, config: GRPOConfig, env: EnvLike, prompts: PromptSet) -> RolloutSource:
-        count = min(len(prompts.held_out), config.eval.prompts)
-        return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
+    def _use(self, env: EnvLike, prompts: PromptSet) -> None:
+        self.held_out = min(len(prompts.held_out), self._config.eval.prompts)
+        self.env, self.held_out_env = env, env if self.held_out else None
+        self.dataloader, self.held_out_loader = prompts.loader(self._config.seed), prompts.held_out_loader
 
     def evaluate(
         self, policy: vLLMWrapper | None, timeout: float | None = None, max_turns: int = MAX_TURNS
@@ -515,61 +512,12 @@ class RolloutSource:
         if policy is None or self.held_out_env is None or not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
-        rows = evaluate(
-            policy,
-            self.held_out_env,
-            self.held_out,
-            loader,
-            timeout,
-            use_tqdm=False,
-            max_turns=max_turns,
-            temperature=0.0,
-        )
+        rows = evaluate(policy, self.held_out_env, self.held_out, loader, timeout, False, max_turns, temperature=0.0)
         # of several turns a row is the last one, with the sum of all rewards
         rewards = [row.get(("next", "episode_reward"), None) for row in rows.unbind(0)]
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")
         return sum(float(reward.sum()) for reward in rewards) / len(rewards)
-
-
-def _check_given(source: object) -> None:
-    if source is None:
-        raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
-
-
-def _check_storable(prompts: PromptSet) -> None:
-    """Refuse rows that a checkpoint, which holds those that are under way, could not."""
-    for place, row in enumerate(prompts.train):
-        for name, value in row.items():
-            if isinstance(value, str | int | float | None):
-                continue
-            try:
-                pickle.dumps(value)
-            except Exception as error:  # an object's own code may raise anything
-                raise ConfigError(
-                    f"data: train row {place}, column {name!r} is a {type(value).__name__}, which a checkpoint cannot "
-                    f"hold ({error!s:.100}): leave it out and look it up in the reward, or set checkpoint.every=0"
-                ) from error
-
-
-def _check_rendering(config: GRPOConfig, tokenizer: Tokenizer, prompts: PromptSet) -> None:
-    """Check that prompts fit the tokenizer's chat template, by rendering the first of each part."""
-    column = config.data.prompt
-    # without a template every row must be text; with one, the first of each part shows whether it renders
-    if not reads_chats(tokenizer):
-        for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):
-            if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
-                raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
-        return
-    common = template_options(config.chat_template_kwargs)
-    for row in (rows[0] for rows in (prompts.train, prompts.held_out) if len(rows)):
-        prompt, options = row[column], options_of(common, row)
-        template = template_of(tokenizer, tools=options.get("tools"))
-        chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        try:
-            chat.rendered(tokenizer, template, options)
-        except Exception as error:  # a template may raise anything
-            raise ConfigError.of(f"the chat template, given the prompt {prompt!r:.100}", error) from error
 
 
 # The rows of a batch as plain numbers: read once, for metrics, for what is shared with other ranks, for filters.
