@@ -1,10 +1,7 @@
 """Checks of numbers, ranks, shapes, dtypes and routes: the only place that writes such messages; former names.
 
-Every public function calls these on its arguments first. A message says what is wrong, what was given, what is allowed
-and what to do. The structural checks read no values, so they cost nothing on a device and are static under
-``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
-
-This file knows arrays, not containers: tensordicts are unpacked by their owners before they come here.
+Every public function calls these on its arguments first. The structural checks read no values, so they cost nothing on
+a device and are static under ``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
 
 Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
 """
@@ -123,22 +120,24 @@ def is_number(
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not isinstance(value, Real):
         return False
     number: float = value  # type: ignore[assignment]  # what is registered as Real compares like one
-    fits = whole or _is_float(number, infinite)
-    fits = fits and (least is None or number >= least) and (above is None or number > above)
-    return fits and (most is None or number <= most) and (below is None or number < below)
-
-
-def _is_float(value: float, infinite: bool) -> bool:
     try:
-        return not math.isnan(value) if infinite else math.isfinite(value)
+        fits = whole or (not math.isnan(number) if infinite else math.isfinite(number))
     except OverflowError:  # an integer that is larger than any float
         return False
+    fits = fits and (least is None or number >= least) and (above is None or number > above)
+    return fits and (most is None or number <= most) and (below is None or number < below)
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is True or False: other values are true or false in surprising ways."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}.")
+
+
+def check_choice(name: str, value: object, allowed: Collection[object], *, hint: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}.{_end(hint)}")
 
 
 def check_callable(name: str, value: object) -> None:
@@ -246,8 +245,7 @@ def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = V
 def as_mask(name: str, mask: object, *, error: type[Exception] = ValueError) -> torch.Tensor:
     """Return a mask as bool; raise ``error`` unless it is bool, or holds 0 and 1 only.
 
-    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask. Values of a bool mask are
-    not read.
+    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask.
 
     >>> as_mask("mask", torch.tensor([0.0, 0.5]))
     Traceback (most recent call last):

@@ -1,8 +1,7 @@
 """``GRPOLoss``: the clipped policy-gradient loss of GRPO, on TorchRL's keys.
 
-It reads a tensordict and gets log-probs from the actor (:mod:`.batch`), calls the maths (:mod:`.functional`: ratios,
-the clip, :func:`.functional.clipped_surrogate`, penalties, means) and writes named outputs. It computes no advantage
-and no log-prob. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
+It reads a tensordict and gets log-probs from the actor (:mod:`.batch`), calls the maths (:mod:`.functional`) and writes
+named outputs. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from torchrl.objectives import LossModule
 from torchrl_moe import _checks
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.batch import (
-    LossInputs,
     LossKeys,
     Masking,
     TokenBatch,
     TokenReader,
     TokenScores,
-    check_actor,
-    check_choice,
     score_reference,
     score_tokens,
 )
@@ -40,8 +36,6 @@ from torchrl_moe.objectives.corrections import (
 )
 from torchrl_moe.objectives.moe_router import MoERouterLoss
 from torchrl_moe.ops.divergence import masked_mean
-
-# The outputs of the losses. Each loss names its class as ``output_type``, as TorchRL's losses do.
 
 
 class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
@@ -69,7 +63,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     loss_kl_to_inference: Tensor | None = None
     kl_to_inference: Tensor | None = None
     loss_load_balancing: Tensor | None = None
-    """This field and the next ones need a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
+    """This and the next ones need a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
     loss_z: Tensor | None = None
     expert_load: Tensor | None = None
     load_entropy: Tensor | None = None
@@ -89,9 +83,6 @@ class CISPOLossOutput(LLMLossOutput):
     """Of :class:`~torchrl_moe.objectives.CISPOLoss`."""
 
 
-# Denominators of a whole batch, summed over the ranks that share it.
-
-
 Key = TypeVar("Key")
 Number = TypeVar("Number", float, Tensor)
 
@@ -103,7 +94,7 @@ def sum_over_ranks(
     gradients_are_averaged: bool = True,
     device: torch.device | str = "cpu",
 ) -> dict[Key, Number]:
-    """Sum the denominators of each rank's part of a batch, in one collective for all numbers.
+    """Sum the denominators of each rank's part of a batch, in one collective.
 
     With the result in each part, data parallel training gets the gradients of the whole batch, however it is split.
 
@@ -158,10 +149,8 @@ class GRPOLoss(LossModule):
     - arguments that TorchRL's loss accepts but never reads are refused: ``gamma``, ``clip_value``, any other keyword.
 
     A token counts if ``masking_strategy`` selects it and its sample log-prob is finite (TorchRL writes NaN where
-    nothing was sampled). A token that counts may still contribute 0, if the actor's log-prob is not finite or a mask
-    drops it. The denominators count these tokens too, so they depend on the data alone. ``num_dropped_tokens`` is the
-    number of tokens lost to a non-finite value: a log-prob or an entropy or, with ``"sft"`` and ``"rlhf"``, the sample
-    log-prob of a token that the strategy selects.
+    nothing was sampled). It may still contribute 0, if the actor's log-prob is not finite or a mask drops it. The
+    denominators count these tokens too, so they depend on the data alone.
 
     Args:
         actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.batch.ScoringActor`), or TorchRL's
@@ -220,6 +209,7 @@ class GRPOLoss(LossModule):
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
     router_loss: MoERouterLoss | None
+    _takes_dual_clip = True
 
     def __init__(
         self,
@@ -252,14 +242,52 @@ class GRPOLoss(LossModule):
         router_loss: MoERouterLoss | None = None,
     ) -> None:
         super().__init__()
-        check_actor(actor_network)
-        _check_unused(gamma, clip_value, samples_mc_entropy)
-        check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
-        check_choice("reference", reference, ("key", "adapter"))
-        coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
-        _check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
-        hint = "3 is usual, None switches it off."
-        _checks.check_number("dual_clip", dual_clip, above=1, none=True, infinite=True, hint=hint)
+        if not (hasattr(actor_network, "score") or hasattr(actor_network, "get_dist")):
+            raise TypeError(
+                f"actor_network must have a score method (or get_dist, as TorchRL's wrappers), got "
+                f"{type(actor_network).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
+            )
+        if gamma is not None:
+            raise ValueError(
+                f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. "
+                "Discount rewards before the advantage is computed."
+            )
+        if clip_value is not None and clip_value is not False:
+            raise ValueError(
+                f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and "
+                "TorchRL's loss never reads it. clip_epsilon is the range of the ratio."
+            )
+        if dual_clip is not None and not self._takes_dual_clip:
+            raise ValueError(
+                f"{type(self).__name__} has no dual_clip, got {dual_clip}: it bounds the clipped surrogate of GRPOLoss,"
+                " DAPO and GSPOLoss."
+            )
+        if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor_network:
+            raise ValueError(
+                f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of "
+                "another: its terms come from the actor's one forward pass."
+            )
+        _checks.check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
+        _checks.check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
+        _checks.check_choice("reference", reference, ("key", "adapter"))
+        _checks.check_choice("masking_strategy", masking_strategy, get_args(Masking))
+        _checks.check_choice("ref_log_prob_padding_side", ref_log_prob_padding_side, ("left", "right"))
+        fill = ref_log_prob_padding_value  # any number, NaN and infinities too
+        if not isinstance(fill, int | float) or isinstance(fill, bool):
+            raise ValueError(f"ref_log_prob_padding_value must be a number, got {_checks.shown(fill)}.")
+        off = "None switches it off."
+        for name, bound in {"kl_mask_threshold": kl_mask_threshold, "kl_clamp": kl_clamp}.items():
+            _checks.check_number(name, bound, above=0, none=True, infinite=True, hint=off)
+        for name, coeff in {"kl_to_ref_coeff": kl_to_ref_coeff, "kl_to_inference_coeff": kl_to_inference_coeff}.items():
+            _checks.check_number(name, coeff, 0, none=True, hint=off)
+        _checks.check_number("dual_clip", dual_clip, above=1, none=True, infinite=True, hint=f"3 is usual, {off}")
+        _checks.check_bool("kl_off_policy", kl_off_policy)
+        _checks.check_choice("kl_estimator", kl_estimator, ("k1", "k2", "k3"))
+        if kl_estimator == "k1" and not kl_off_policy:
+            raise ValueError(
+                "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy: use 'k2', pass "
+                "kl_off_policy=True, or put it into the reward (functional.kl_reward)."
+            )
         _checks.check_bool("entropy_bonus", entropy_bonus)
         _checks.check_number("entropy_coeff", entropy_coeff)
         self.actor_network, self.reference = actor_network, reference
@@ -268,66 +296,71 @@ class GRPOLoss(LossModule):
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.samples_mc_entropy = samples_mc_entropy
         self.kl_mask_threshold, self.kl_estimator, self.kl_off_policy = kl_mask_threshold, kl_estimator, kl_off_policy
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = coefficients
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.kl_clamp, self.masking_strategy, self.proximal_policy = kl_clamp, masking_strategy, proximal_policy
         self.corrections = Corrections(correction, thresholds, proximal_policy)
         self.ref_log_prob_padding_side = ref_log_prob_padding_side
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
-        _check_router_loss(router_loss, actor_network)
         self.__dict__["router_loss"] = router_loss  # not a submodule: the actor already is one
-        self._register_clip_range(_clip_range(clip_epsilon), device)
-        self._set_in_keys()
-        self.out_keys = self._out_keys()
-
-    def _register_clip_range(self, clip: tuple[float, float], device: torch.device | None) -> None:
+        clip = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+        if len(clip) != 2:
+            raise ValueError(f"clip_epsilon must be a number, or (low, high), got {_checks.shown(clip_epsilon)}.")
+        _checks.check_number("clip_epsilon (low)", clip[0], 0, 1)
+        _checks.check_number("clip_epsilon (high)", clip[1], 0, infinite=True)
         if device is None:
             device = getattr(self.actor_network, "device", None)  # its parameters may be offloaded
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
         for name, epsilon in zip(("low", "high"), clip, strict=True):
             try:
-                self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
+                self.register_buffer(f"clip_epsilon_{name}", torch.tensor(float(epsilon), device=device))
             except (RuntimeError, TypeError, AssertionError) as error:
                 raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+        self._set_in_keys()
+        keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "num_dropped_tokens"]
+        keys += ["masked_fraction", "mean_weight"] if self.corrections else []
+        keys += ["entropy", "loss_entropy"] if entropy_bonus else []
+        keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff else []
+        keys += ["loss_kl_to_inference", "kl_to_inference"] if kl_to_inference_coeff is not None else []
+        self.out_keys = keys + getattr(router_loss, "out_keys", [])
 
     def __init_subclass__(cls, **kwargs: object) -> None:
+        """Raise TypeError if a subclass overrides a method that TorchRL's losses call and these losses never do."""
         super().__init_subclass__(**kwargs)
-        _check_hooks(cls)
+        hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
+        hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
+        if found := sorted(hooks & set(vars(cls))):
+            raise TypeError(
+                f"{cls.__name__} overrides {', '.join(found)}, which TorchRL's losses call and these never do: "
+                "override _surrogate(ratios, advantage), the loss per token, or let the actor's score() return other "
+                "log-probs."
+            )
 
     @property
     def functional(self) -> bool:
         """False: the actor keeps its parameters; the loss does not take them over."""
         return False
 
-    @property
-    def inputs(self) -> LossInputs:
-        """What is read from a batch, by the current attributes: a coefficient may be assigned at any time."""
-        return LossInputs(
-            masking=self.masking_strategy,
-            reference=self._needs_reference and self.reference == "key",
-            proximal=self.proximal_policy == "recomputed",
-            staleness=self.proximal_policy == "interpolated" or self.corrections.needs_staleness,
-            ref_side=self.ref_log_prob_padding_side,
-            ref_fill=self.ref_log_prob_padding_value,
-        )
-
     def _set_in_keys(self) -> None:  # set_keys() calls it
-        own = [*self.inputs.keys(self.tensor_keys), *getattr(self.router_loss, "in_keys", [])]
+        names = self.tensor_keys
+        own = [names.action, names.sample_log_prob, names.advantage]
+        own += [names.assistant_mask] if self.masking_strategy == "rlhf" else [names.attention_mask]
+        own += [names.prompt] if self.masking_strategy == "sft" else []
+        own += [names.ref_log_probs] if self._needs_reference and self.reference == "key" else []
+        own += [names.prox_log_prob] if self.proximal_policy == "recomputed" else []
+        own += [names.policy_versions, names.current_version] if self._needs_staleness else []
+        own += getattr(self.router_loss, "in_keys", [])
         self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
-    def _out_keys(self) -> list[str]:
-        keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "num_dropped_tokens"]
-        keys += ["masked_fraction", "mean_weight"] if self.corrections else []
-        keys += ["entropy", "loss_entropy"] if self.entropy_bonus else []
-        keys += ["loss_kl_to_ref", "kl_to_ref"] if self.kl_to_ref_coeff else []
-        keys += ["loss_kl_to_inference", "kl_to_inference"] if self.kl_to_inference_coeff is not None else []
-        return keys + getattr(self.router_loss, "out_keys", [])
+    # By the current attributes: a coefficient may be assigned at any time.
 
     @property
     def _needs_reference(self) -> bool:
         return bool(self.kl_to_ref_coeff) or self.kl_mask_threshold is not None
 
-    # -- the loss ---------------------------------------------------------------------------------------------------
+    @property
+    def _needs_staleness(self) -> bool:
+        return self.proximal_policy == "interpolated" or self.corrections.needs_staleness
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """Return the loss terms and metrics of a batch.
@@ -385,12 +418,63 @@ class GRPOLoss(LossModule):
 
     def _read(self, tensordict: TensorDictBase) -> tuple[TokenBatch, Tensor | None]:
         """Return the batch, and the mean importance weight of the whole batch."""
-        batch = self.inputs.read(tensordict, self.tensor_keys, self._user_mask)
+        names = self.tensor_keys
+        reader = TokenReader(tensordict, names.action)
+        selected, sample_log_probs, prox_log_probs = self._read_selected(reader)
+        known = sample_log_probs.isfinite()
+        mask, advantage = selected & known, reader.advantage(names.advantage)
+        broken = (mask & ~advantage.isfinite()).nonzero()
+        if len(broken):
+            sample, token = broken[0].tolist()
+            raise ValueError(
+                f"{names.advantage!r} must be finite where a token counts, got {advantage[sample, token].item()} in "
+                f"sample {sample}: check the rewards of its group (a single sample has no standard deviation), or "
+                "leave the sample out."
+            )
+        ref_log_probs: Tensor | None = None
+        staleness: Tensor | None = None
+        if self._needs_reference and self.reference == "key":
+            side, fill = self.ref_log_prob_padding_side, self.ref_log_prob_padding_value
+            ref_log_probs = reader.ref_log_probs(names.ref_log_probs, side, fill)
+        if self._needs_staleness:
+            staleness = reader.staleness(names.policy_versions, names.current_version, mask)
+        batch = TokenBatch(
+            tokens=reader.tokens,
+            mask=mask,
+            # "generic" also selects prompts, which were not sampled
+            unsampled=selected & ~known & (self.masking_strategy != "generic"),
+            advantage=advantage,
+            sample_log_probs=sample_log_probs,
+            ref_log_probs=ref_log_probs,
+            prox_log_probs=prox_log_probs,
+            staleness=staleness,
+            num_valid_tokens=reader.total(names.num_valid_tokens),
+            num_sequences=reader.total(names.num_sequences),
+            sum_weights=reader.total(names.sum_weights),
+        )
+        numbers = {names.num_valid_tokens: batch.num_valid_tokens, names.num_sequences: batch.num_sequences}
+        for key, number in numbers.items():  # by 0 nothing is divided: the sum would be the loss
+            if number is not None and not bool(number) and bool(mask.any()):
+                raise ValueError(
+                    f"{key!r} is 0, but {int(mask.sum())} tokens of this part count: it is of the whole batch, see "
+                    "denominators()."
+                )
         mean_weight = self._mean_weight(batch)
         if self._needs_reference and self.reference == "adapter":
-            ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
-            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, batch.mask))
+            ask = (tensordict, batch.tokens, names.attention_mask)
+            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, mask))
         return batch, mean_weight
+
+    def _read_selected(self, reader: TokenReader) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens that the masks select, and the log-probs of the sampling and of the proximal policy."""
+        names = self.tensor_keys
+        mask = reader.mask(self.masking_strategy, names.prompt, names.attention_mask, names.assistant_mask)
+        if self.loss_mask_key not in (None, "auto"):  # of LossModule, whose "auto" finds no mask of tokens
+            mask = mask & reader.per_token_mask(self.loss_mask_key, "the mask named by loss_mask_key")
+        sampled = reader.constant_log_probs(names.sample_log_prob, "the policy that generated the tokens")
+        if self.proximal_policy != "recomputed":
+            return mask, sampled, None
+        return mask, sampled, reader.constant_log_probs(names.prox_log_prob, "the proximal policy")
 
     def _correct(
         self, log_probs: Tensor, batch: TokenBatch, ratios: PolicyRatios, mean_weight: Tensor | None
@@ -441,8 +525,6 @@ class GRPOLoss(LossModule):
         )
         return total.unsqueeze(-1) if self.aggregation == "none" else total
 
-    # -- denominators -----------------------------------------------------------------------------------------------
-
     def denominators(self, tensordict: TensorDictBase) -> dict[NestedKey, float]:
         """Return the denominators of a whole batch, to be stored in each of its parts.
 
@@ -460,12 +542,12 @@ class GRPOLoss(LossModule):
         """
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
-        mask, _, sample_log_probs = self.inputs.mask(reader, keys, self._user_mask)
+        selected, sample_log_probs, prox = self._read_selected(reader)
+        mask = selected & sample_log_probs.isfinite()
         numbers = {
             keys.num_valid_tokens: float(mask.sum()),
             keys.num_sequences: float(F.sequence_count(mask, self.aggregation)),
         }
-        prox = self.inputs.prox_log_probs(reader, keys)
         if self.corrections.normalises and prox is not None:
             weights = self.corrections.importance_weight(*F.log_ratio(prox, sample_log_probs, mask))
             numbers[keys.sum_weights] = float(weights.sum())
@@ -485,11 +567,6 @@ class GRPOLoss(LossModule):
         rho = F.log_ratio(batch.prox_log_probs, batch.sample_log_probs, batch.mask)
         return self.corrections.importance_weight(*rho).sum() / batch.mask.sum()
 
-    @property
-    def _user_mask(self) -> NestedKey | None:
-        # loss_mask_key belongs to LossModule, whose "auto" finds no mask of tokens
-        return None if self.loss_mask_key in (None, "auto") else self.loss_mask_key
-
 
 class _Term(NamedTuple):
     """A term of the loss, ``[B, T]`` each; ``metric`` is reported as its mean over ``mask``."""
@@ -503,41 +580,6 @@ def _mean(value: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(value.detach(), mask, mask.sum())
 
 
-# Checks of the arguments, run when the loss is built, before any step.
-
-
-def _check_penalties(
-    threshold: float | None,
-    to_ref: float | None,
-    to_inference: float | None,
-    estimator: str,
-    off_policy: bool,
-    clamp: float | None = None,
-) -> None:
-    """Raise ValueError unless the KL arguments are valid: coefficients, bounds (``None`` passes) and estimator."""
-    for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
-        _checks.check_number(name, bound, above=0, none=True, infinite=True, hint="None switches it off.")
-    for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
-        _checks.check_number(name, coeff, 0, none=True, hint="None switches it off.")
-    _checks.check_bool("kl_off_policy", off_policy)
-    check_choice("kl_estimator", estimator, ("k1", "k2", "k3"))
-    if estimator == "k1" and not off_policy:
-        raise ValueError(
-            "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy: use 'k2', pass "
-            "kl_off_policy=True, or put it into the reward (functional.kl_reward)."
-        )
-
-
-def _check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
-    """Raise ValueError unless ``fixed_length`` is given if and only if the aggregation uses it."""
-    if (aggregation == "fixed_length") != (fixed_length is not None):
-        raise ValueError(
-            f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
-            f"aggregation={aggregation!r}: give the greatest number of tokens that a response may have."
-        )
-    _checks.check_number("fixed_length", fixed_length, 1, whole=True, none=True)
-
-
 def _aggregation_of(aggregation: str | None, reduction: str | None, fixed_length: int | None) -> F.Aggregation:
     """Return the aggregation, from the three arguments that set it.
 
@@ -545,61 +587,17 @@ def _aggregation_of(aggregation: str | None, reduction: str | None, fixed_length
     ('token_mean', 'none')
     """
     chosen = cast(F.Aggregation, "token_mean" if aggregation is None else aggregation)
-    check_choice("aggregation", chosen, get_args(F.Aggregation))
-    _check_fixed_length(chosen, fixed_length)
+    _checks.check_choice("aggregation", chosen, F.AGGREGATIONS)
+    if (chosen == "fixed_length") != (fixed_length is not None):
+        raise ValueError(
+            f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
+            f"aggregation={chosen!r}: give the greatest number of tokens that a response may have."
+        )
+    _checks.check_number("fixed_length", fixed_length, 1, whole=True, none=True)
     if reduction == "sum":
         raise ValueError(
             "reduction must be one of [None, 'mean', 'none'], got 'sum': TorchRL's loss is a mean then too. For a sum "
             "over tokens divided by a number of your choice use aggregation='fixed_length', fixed_length=...."
         )
-    check_choice("reduction", reduction, (None, "mean", "none"))
+    _checks.check_choice("reduction", reduction, (None, "mean", "none"))
     return "none" if reduction == "none" else chosen
-
-
-def _check_unused(gamma: float | None, clip_value: bool | float | None, samples_mc_entropy: int) -> None:
-    """Raise ValueError if an argument is set that TorchRL's losses accept but GRPO cannot use."""
-    if gamma is not None:
-        raise ValueError(
-            f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
-            "rewards before the advantage is computed."
-        )
-    if clip_value is not None and clip_value is not False:
-        raise ValueError(
-            f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and TorchRL's "
-            "loss never reads it. clip_epsilon is the range of the ratio."
-        )
-    _checks.check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
-
-
-def _check_hooks(loss: type) -> None:
-    """Raise TypeError if a subclass overrides a method that TorchRL's losses call and these losses never do."""
-    hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
-    hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
-    if found := sorted(hooks & set(vars(loss))):
-        raise TypeError(
-            f"{loss.__name__} overrides {', '.join(found)}, which TorchRL's losses call and these never do: override "
-            "_surrogate(ratios, advantage), the loss per token, or let the actor's score() return other log-probs."
-        )
-
-
-def _check_router_loss(router_loss: object, actor: object) -> None:
-    """Raise ValueError if there is a router loss of another actor, since that actor's forward pass does not run."""
-    if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor:
-        raise ValueError(
-            f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of another: "
-            "its terms come from the actor's one forward pass."
-        )
-
-
-def _clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """Return ``(low, high)`` of a number or a pair.
-
-    >>> _clip_range(0.2), _clip_range((0.2, 0.28))
-    ((0.2, 0.2), (0.2, 0.28))
-    """
-    pair = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-    if len(pair) != 2:
-        raise ValueError(f"clip_epsilon must be a number, or (low, high), got {_checks.shown(clip_epsilon)}.")
-    _checks.check_number("clip_epsilon (low)", pair[0], 0, 1)
-    _checks.check_number("clip_epsilon (high)", pair[1], 0, infinite=True)
-    return float(pair[0]), float(pair[1])
