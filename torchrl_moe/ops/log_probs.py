@@ -197,7 +197,8 @@ def _selected_log_probs(
     ``targets`` are the tokens, and ``kept`` if there is one. ``sizes`` are the elements of a tile, the first id here,
     and V; all ids are here if ``group`` is empty.
     """
-    tokens, kept = _read_targets(targets)
+    tokens, *lists = targets
+    kept = RowVocabularies(*lists) if lists else None
     elements, first, vocabulary = sizes
     outside = (tokens < 0) | (tokens >= vocabulary)
     if bool(outside.any()):
@@ -212,11 +213,6 @@ def _selected_log_probs(
     if group:
         scores = join(scores, group)
     return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
-
-
-def _read_targets(targets: list[Tensor]) -> tuple[Tensor, RowVocabularies | None]:
-    tokens, *kept = targets
-    return tokens, RowVocabularies(*kept) if kept else None
 
 
 @_selected_log_probs.register_fake
@@ -247,7 +243,8 @@ def _selected_log_probs_backward(
 
     ``rows`` are log-sum-exps, entropies and the gradients of log-probs and entropies.
     """
-    tokens, kept = _read_targets(targets)
+    tokens, *lists = targets
+    kept = RowVocabularies(*lists) if lists else None
     elements, first, _ = sizes
     log_sum, spread, grad_log_prob, grad_entropy = rows
     # Rows that a mask leaves out have a gradient of 0: they are dropped before the tiles. NaN is not 0, and stays.
@@ -260,14 +257,13 @@ def _selected_log_probs_backward(
     given = (grad_log_prob[wanted], grad_entropy[wanted])
     with torch.autocast(tokens.device.type, enabled=False):
         grads = backward_tiles(head, tokens[wanted] - first, scores, given, needs, elements)
-    of_hiddens = [g if g is None or every else _spread_rows(g, live) for g in grads.hiddens]
+    of_hiddens = grads.hiddens
+    if not every:
+        of_hiddens = [None if g is None else g.new_zeros(len(live), g.shape[1]) for g in grads.hiddens]
+        for whole, part in zip(of_hiddens, grads.hiddens, strict=True):
+            if whole is not None and part is not None:
+                whole[live] = part
     return [log_sum.new_empty(0) if g is None else g for g in (*of_hiddens, *grads.weights, grads.bias)]
-
-
-def _spread_rows(values: Tensor, where: Tensor) -> Tensor:
-    out = values.new_zeros(len(where), *values.shape[1:])
-    out[where] = values
-    return out
 
 
 @_selected_log_probs_backward.register_fake
