@@ -155,7 +155,8 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             first = length - len(sample.sizes) if side == "left" else 0
             sizes[i, first : first + len(sample.sizes)] = sample.sizes
             ids[i, : len(sample.ids)] = sample.ids
-        ids, sizes, batch = ids.view(*self.batch_size, most), sizes.view(*self.batch_size, length), self.batch_size
+        batch = self.batch_size
+        ids, sizes = ids.view(*batch, most), sizes.view(*batch, length)
         return type(self)(ids=ids, sizes=sizes, batch_size=batch, device=self.device)
 
     def ids_of(self, token: int, *, vocabulary: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """``selected_log_probs``: log-prob and entropy of chosen tokens from hidden states and head, without their logits.
 
-The logits of the whole vocabulary, ``[N, V]``, are by far the largest tensor of a loss: 4 096 rows of 151 936 token ids
-take 2.5 GB in float32, and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time,
-forward and backward, and two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
+The logits ``[N, V]`` are by far the largest tensor of a loss: 4 096 rows of 151 936 token ids take 2.5 GB in float32,
+and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time, forward and backward, and
+two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torchrl_moe.ops.linear_head import (
 
 # Memory of the tiles of one step: on a CPU they fit into the cache, on a GPU they keep it busy.
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-# Tiles that exist at the same time: logits, probabilities, and a gradient or their product.
-TILES = 3
+TILES = 3  # that exist at the same time: logits, probabilities, and a gradient or their product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,8 +63,8 @@ def routes_figure(
     _checks.check_integer("routes", rows, signed=True)
     if layers is None:
         known = np.flatnonzero((rows[..., 0] >= 0).any(0)) if rows.size else np.zeros(0, int)
-        places = np.linspace(0, len(known) - 1, LAYERS).round() if len(known) > LAYERS else range(len(known))
-        layers = [int(known[int(place)]) for place in places]
+        count = min(LAYERS, len(known))  # evenly apart
+        layers = [int(known[round(at * (len(known) - 1) / max(1, count - 1))]) for at in range(count)]
     drawn = list(layers)
     for layer in drawn:
         if not 0 <= layer < rows.shape[1]:
@@ -290,8 +290,8 @@ def expert_figure(load: npt.ArrayLike, agreement: npt.ArrayLike | None = None, t
     _checks.check_same_shape(panels)
     figure = NotebookFigure(figsize=(6 * len(panels), 4), layout="constrained")
     row = figure.subplots(1, len(panels), squeeze=False)[0]
-    looks = ((None, "viridis"), (1.0, "magma"))
-    for axes, (name, values), (top, colors) in zip(row, panels.items(), looks, strict=False):
+    tops, maps = (None, 1.0), ("viridis", "magma")
+    for axes, (name, values), top, colors in zip(row, panels.items(), tops, maps, strict=False):
         axes.set_facecolor("lightgrey")
         image = axes.imshow(values, aspect="auto", interpolation="nearest", vmin=0.0, vmax=top, cmap=colors)
         axes.set(title=name, xlabel="expert", ylabel="layer")
