@@ -22,7 +22,6 @@ from torchrl_moe.objectives.batch import (
     Masking,
     TokenBatch,
     TokenReader,
-    TokenScores,
     score_reference,
     score_tokens,
 )
@@ -386,7 +385,20 @@ class GRPOLoss(LossModule):
                 "masked_fraction": _mean((~within).to(weight.dtype), ratios.mask),
                 "mean_weight": _mean(weight * within, ratios.mask),
             }
-        terms = {"objective": _Term(surrogate, None, ratios.mask), **self._penalties(batch, scores, ratios)}
+        # by their name after "loss_"
+        terms = {"objective": _Term(surrogate, None, ratios.mask)}
+        if scores.entropy is not None:
+            known = ratios.mask & scores.entropy.isfinite()
+            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, known)
+        others = {
+            "kl_to_ref": (batch.ref_log_probs, self.kl_to_ref_coeff or None),
+            "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
+        }
+        how = (self.kl_estimator, ratios.sample_log_ratio if self.kl_off_policy else None, self.kl_clamp)
+        for name, (other, coeff) in others.items():
+            if other is not None and coeff is not None:
+                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, *how)
+                terms[name] = _Term(coeff * penalty, penalty, known)
         losses = {f"loss_{name}": self._aggregate(term.loss, kept & term.mask, batch) for name, term in terms.items()}
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
         routing = {} if self.router_loss is None else self.router_loss(tensordict, scores.router_logits).items()
@@ -495,28 +507,9 @@ class GRPOLoss(LossModule):
         loss = F.clipped_surrogate(ratios.log_ratio, advantage, *clip, self.dual_clip)
         return loss, F.outside_clip_range(ratios.log_ratio, *clip)
 
-    def _penalties(self, batch: TokenBatch, scores: TokenScores, ratios: PolicyRatios) -> dict[str, _Term]:
-        """Return the other terms of the loss, by their name after ``loss_``."""
-        terms = {}
-        if scores.entropy is not None:
-            known = ratios.mask & scores.entropy.isfinite()
-            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, known)
-        others = {
-            "kl_to_ref": (batch.ref_log_probs, self.kl_to_ref_coeff or None),
-            "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
-        }
-        weight = ratios.sample_log_ratio if self.kl_off_policy else None
-        how = (self.kl_estimator, weight, self.kl_clamp)
-        for name, (other, coeff) in others.items():
-            if other is not None and coeff is not None:
-                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, *how)
-                terms[name] = _Term(coeff * penalty, penalty, known)
-        return terms
-
     def _aggregate(self, loss: Tensor, kept: Tensor, batch: TokenBatch) -> Tensor:
-        loss = torch.where(kept, loss, loss.new_zeros(()))
         total = F.aggregate(
-            loss,
+            F.select(kept, loss),
             batch.mask,
             self.aggregation,
             num_tokens=batch.num_valid_tokens,
