@@ -369,31 +369,27 @@ def find_bad_routes(routes: torch.Tensor, moe_layers: Collection[int], num_exper
 def _bad_chunks(
     routes: torch.Tensor, moe_layers: Collection[int], num_experts: int, keep: torch.Tensor | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """First row and ``[n, L]`` bool of each chunk of rows."""
+    """Yield the first row of each chunk, and which of its rows break a rule, bool ``[n, L]``."""
     # made on the CPU: one copy to the device instead of a write for each layer
     is_moe = torch.zeros(routes.shape[1], dtype=torch.bool)
     is_moe[list(moe_layers)] = True
     on_moe = is_moe.to(routes.device)
+    # A Python int is cast to the tensor's dtype: int8 >= 128 would compare with -128.
+    largest = min(num_experts - 1, torch.iinfo(routes.dtype).max)
     step = max(1, _CHUNK_ELEMENTS // max(1, routes[:1].numel()))
     for start in range(0, len(routes), step):
         allowed = on_moe if keep is None else on_moe & keep[start : start + step, None]
-        yield start, _bad_rows(routes[start : start + step], allowed, num_experts)
-
-
-def _bad_rows(routes: torch.Tensor, allowed: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """``[N, L]`` bool: the row breaks a rule. ``allowed`` (``[L]`` or ``[N, L]``): the row may hold experts."""
-    # A Python int is cast to the tensor's dtype: int8 >= 128 would compare with -128.
-    largest = min(num_experts - 1, torch.iinfo(routes.dtype).max)
-    columns = routes.movedim(-1, 0).contiguous()  # reductions over a short last dimension are slow
-    high, low = columns.amax(0), columns.amin(0)
-    # K is small: comparing each pair of columns is cheaper than sorting the rows
-    repeats = torch.zeros_like(high, dtype=torch.bool)
-    for shift in range(1, len(columns)):
-        repeats |= (columns[shift:] == columns[:-shift]).any(0)
-    # out of range; partly unset, or experts where none may be; an expert twice
-    bad = (high > largest) | (low < _UNSET)
-    bad |= (high != _UNSET) & ((low == _UNSET) | ~allowed)
-    return bad | (repeats & (low != _UNSET))
+        # reductions over a short last dimension are slow
+        columns = routes[start : start + step].movedim(-1, 0).contiguous()
+        high, low = columns.amax(0), columns.amin(0)
+        # K is small: comparing each pair of columns is cheaper than sorting the rows
+        repeats = torch.zeros_like(high, dtype=torch.bool)
+        for shift in range(1, len(columns)):
+            repeats |= (columns[shift:] == columns[:-shift]).any(0)
+        # out of range; partly unset, or experts where none may be; an expert twice
+        bad = (high > largest) | (low < _UNSET)
+        bad |= (high != _UNSET) & ((low == _UNSET) | ~allowed)
+        yield start, bad | (repeats & (low != _UNSET))
 
 
 def _reason(row: list[int], layer: int, moe_layers: Collection[int], num_experts: int, padded: bool) -> str:

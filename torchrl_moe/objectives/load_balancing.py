@@ -48,11 +48,11 @@ def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
     >>> choice_counts(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
     tensor([[[1., 1., 2.]]])
     """
-    _check_rows(router_logits, rows)
+    logits = _finite(router_logits.detach(), rows)
     experts = router_logits.shape[-1]
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be in 1..{experts}, the number of experts, got {top_k}.")
-    chosen = _finite(router_logits.detach(), rows).topk(top_k, -1).indices
+    chosen = logits.topk(top_k, -1).indices
     hits = torch.zeros_like(router_logits, dtype=torch.float32).scatter_(-1, chosen, 1.0)
     return (hits * rows[..., None]).sum(1)
 
@@ -160,18 +160,14 @@ def z_loss(router_logits: Tensor, rows: Tensor, num_rows: Tensor | None = None) 
     >>> z_loss(torch.tensor([[[[0.0, 0.0]]]]), torch.ones(1, 1, 1, dtype=torch.bool))  # log(2)^2
     tensor(0.4805)
     """
-    _check_rows(router_logits, rows)
     squares = _finite(router_logits, rows).float().logsumexp(-1).square() * rows
     return _layer_mean(squares.sum((0, 1)), rows.sum((0, 1)) if num_rows is None else num_rows)
 
 
-def _check_rows(router_logits: Tensor, rows: Tensor) -> None:
-    _checks.check_rank("router_logits", router_logits, 4, hint="They are [B, T, L, E].")
-    _checks.check_shape("rows", rows.shape, tuple(router_logits.shape[:-1]), hint="See known_rows().")
-
-
 def _finite(router_logits: Tensor, rows: Tensor) -> Tensor:
     """The logits of ``rows``, 0 elsewhere: a NaN there would reach the gradient."""
+    _checks.check_rank("router_logits", router_logits, 4, hint="They are [B, T, L, E].")
+    _checks.check_shape("rows", rows.shape, tuple(router_logits.shape[:-1]), hint="See known_rows().")
     return torch.where(rows[..., None], router_logits, router_logits.new_zeros(()))
 
 
