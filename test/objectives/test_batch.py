@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -12,8 +13,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor
 
 from support.rollouts import PAD, VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
-from torchrl_moe.objectives import GRPOLoss
-from torchrl_moe.objectives.batch import Masking, TokenReader, score_reference, score_tokens
+from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenReader, score_reference, score_tokens
 
 FULL = ("tokens", "full")
 PROMPT, ATTENTION, ASSISTANT = ("tokens", "prompt"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -164,8 +164,10 @@ def test_versions_that_make_no_sense_are_refused(versions: list[Any], told: str)
 # -- what is asked for is read, and nothing else -----------------------------------------------------------------------
 
 
-PLAIN = GRPOLoss(BigramActor(), masking_strategy="rlhf")
-EVERYTHING = GRPOLoss(BigramActor(), kl_to_ref_coeff=1.0, proximal_policy="recomputed", correction="staleness_mask")
+PLAIN = LossInputs(
+    masking="rlhf", reference=False, proximal=False, staleness=False, ref_side="left", ref_fill=float("nan")
+)
+EVERYTHING = replace(PLAIN, masking="sft", reference=True, proximal=True, staleness=True)
 LONGER = samples([(2, 3), (1, 2)])
 
 
@@ -173,25 +175,25 @@ LONGER = samples([(2, 3), (1, 2)])
 @pytest.mark.parametrize("key", [("masks", "all_assistant_mask"), ("masks", "all_attention_mask"), "mine"])
 def test_a_mask_that_is_additive_or_of_weights_is_refused(key: Any, wrong: list[float]) -> None:
     td = ragged(LONGER)[1:]
-    loss = GRPOLoss(BigramActor(), masking_strategy="generic" if "all_attention_mask" in key else "rlhf")
-    loss.loss_mask_key = key if key == "mine" else None
+    inputs = replace(PLAIN, masking="generic") if "all_attention_mask" in key else PLAIN
+    user = key if key == "mine" else None
     td[0][key] = torch.tensor([0, 1, 1])
-    assert loss._read(td)[0].mask.sum() == 2
+    assert inputs.read(td, LossKeys(), user).mask.sum() == 2
     td[0][key] = torch.tensor(wrong)
     with pytest.raises(ValueError, match=r"must be bool, or hold only 0 .* and 1 .*, got "):
-        loss(td)
+        inputs.read(td, LossKeys(), user)
 
 
 def test_what_has_a_gradient_or_no_token_dimension_is_refused() -> None:
     td = ragged(LONGER)
     td[1]["advantage"] = torch.ones(1, 1, requires_grad=True)
     with pytest.raises(ValueError, match="'advantage' of sample 1 requires grad, but an advantage is a constant"):
-        PLAIN(td)
+        PLAIN.read(td, LossKeys(), None)
     for key in (("next", "ref_log_probs", "full"), ("tokens", "full")):
         td = ragged(LONGER)
         td[0][key] = torch.tensor(1.0)
         with pytest.raises(ValueError, match="of sample 0 must be a tensor with a value per token, got tensor"):
-            EVERYTHING(td)
+            EVERYTHING.read(td, LossKeys(), None)
 
 
 # -- an actor is asked once, for what is needed, and what it answers is checked ----------------------------------------

@@ -71,7 +71,7 @@ objectives/corrections.py: LOSSES
 +        return self.log_ratio
 
 denominator-of-0: A loss with a denominator of 0 was the sum over its tokens
-objectives/grpo.py: objectives/test_grpo*.py LOSSES
+objectives/batch.py: objectives/test_grpo*.py LOSSES
 -            if number is not None and not bool(number) and bool(mask.any()):
 +            if False:
 

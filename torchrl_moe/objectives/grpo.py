@@ -18,6 +18,7 @@ from torchrl.objectives import LossModule
 from torchrl_moe import _checks
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.batch import (
+    LossInputs,
     LossKeys,
     Masking,
     TokenBatch,
@@ -269,11 +270,6 @@ class GRPOLoss(LossModule):
         _checks.check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
         _checks.check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
         _checks.check_choice("reference", reference, ("key", "adapter"))
-        _checks.check_choice("masking_strategy", masking_strategy, get_args(Masking))
-        _checks.check_choice("ref_log_prob_padding_side", ref_log_prob_padding_side, ("left", "right"))
-        fill = ref_log_prob_padding_value  # any number, NaN and infinities too
-        if not isinstance(fill, int | float) or isinstance(fill, bool):
-            raise ValueError(f"ref_log_prob_padding_value must be a number, got {_checks.shown(fill)}.")
         off = "None switches it off."
         for name, bound in {"kl_mask_threshold": kl_mask_threshold, "kl_clamp": kl_clamp}.items():
             _checks.check_number(name, bound, above=0, none=True, infinite=True, hint=off)
@@ -340,26 +336,25 @@ class GRPOLoss(LossModule):
         """False: the actor keeps its parameters; the loss does not take them over."""
         return False
 
-    def _set_in_keys(self) -> None:  # set_keys() calls it
-        names = self.tensor_keys
-        own = [names.action, names.sample_log_prob, names.advantage]
-        own += [names.assistant_mask] if self.masking_strategy == "rlhf" else [names.attention_mask]
-        own += [names.prompt] if self.masking_strategy == "sft" else []
-        own += [names.ref_log_probs] if self._needs_reference and self.reference == "key" else []
-        own += [names.prox_log_prob] if self.proximal_policy == "recomputed" else []
-        own += [names.policy_versions, names.current_version] if self._needs_staleness else []
-        own += getattr(self.router_loss, "in_keys", [])
-        self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
+    @property
+    def inputs(self) -> LossInputs:
+        """What is read from a batch, by the current attributes: a coefficient may be assigned at any time."""
+        return LossInputs(
+            masking=self.masking_strategy,
+            reference=self._needs_reference and self.reference == "key",
+            proximal=self.proximal_policy == "recomputed",
+            staleness=self.proximal_policy == "interpolated" or self.corrections.needs_staleness,
+            ref_side=self.ref_log_prob_padding_side,
+            ref_fill=self.ref_log_prob_padding_value,
+        )
 
-    # By the current attributes: a coefficient may be assigned at any time.
+    def _set_in_keys(self) -> None:  # set_keys() calls it
+        own = [*self.inputs.keys(self.tensor_keys), *getattr(self.router_loss, "in_keys", [])]
+        self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
     @property
     def _needs_reference(self) -> bool:
         return bool(self.kl_to_ref_coeff) or self.kl_mask_threshold is not None
-
-    @property
-    def _needs_staleness(self) -> bool:
-        return self.proximal_policy == "interpolated" or self.corrections.needs_staleness
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """Return the loss terms and metrics of a batch.
@@ -430,63 +425,12 @@ class GRPOLoss(LossModule):
 
     def _read(self, tensordict: TensorDictBase) -> tuple[TokenBatch, Tensor | None]:
         """Return the batch, and the mean importance weight of the whole batch."""
-        names = self.tensor_keys
-        reader = TokenReader(tensordict, names.action)
-        selected, sample_log_probs, prox_log_probs = self._read_selected(reader)
-        known = sample_log_probs.isfinite()
-        mask, advantage = selected & known, reader.advantage(names.advantage)
-        broken = (mask & ~advantage.isfinite()).nonzero()
-        if len(broken):
-            sample, token = broken[0].tolist()
-            raise ValueError(
-                f"{names.advantage!r} must be finite where a token counts, got {advantage[sample, token].item()} in "
-                f"sample {sample}: check the rewards of its group (a single sample has no standard deviation), or "
-                "leave the sample out."
-            )
-        ref_log_probs: Tensor | None = None
-        staleness: Tensor | None = None
-        if self._needs_reference and self.reference == "key":
-            side, fill = self.ref_log_prob_padding_side, self.ref_log_prob_padding_value
-            ref_log_probs = reader.ref_log_probs(names.ref_log_probs, side, fill)
-        if self._needs_staleness:
-            staleness = reader.staleness(names.policy_versions, names.current_version, mask)
-        batch = TokenBatch(
-            tokens=reader.tokens,
-            mask=mask,
-            # "generic" also selects prompts, which were not sampled
-            unsampled=selected & ~known & (self.masking_strategy != "generic"),
-            advantage=advantage,
-            sample_log_probs=sample_log_probs,
-            ref_log_probs=ref_log_probs,
-            prox_log_probs=prox_log_probs,
-            staleness=staleness,
-            num_valid_tokens=reader.total(names.num_valid_tokens),
-            num_sequences=reader.total(names.num_sequences),
-            sum_weights=reader.total(names.sum_weights),
-        )
-        numbers = {names.num_valid_tokens: batch.num_valid_tokens, names.num_sequences: batch.num_sequences}
-        for key, number in numbers.items():  # by 0 nothing is divided: the sum would be the loss
-            if number is not None and not bool(number) and bool(mask.any()):
-                raise ValueError(
-                    f"{key!r} is 0, but {int(mask.sum())} tokens of this part count: it is of the whole batch, see "
-                    "denominators()."
-                )
+        batch = self.inputs.read(tensordict, self.tensor_keys, self._user_mask)
         mean_weight = self._mean_weight(batch)
         if self._needs_reference and self.reference == "adapter":
-            ask = (tensordict, batch.tokens, names.attention_mask)
-            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, mask))
+            ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
+            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, batch.mask))
         return batch, mean_weight
-
-    def _read_selected(self, reader: TokenReader) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tokens that the masks select, and the log-probs of the sampling and of the proximal policy."""
-        names = self.tensor_keys
-        mask = reader.mask(self.masking_strategy, names.prompt, names.attention_mask, names.assistant_mask)
-        if self.loss_mask_key not in (None, "auto"):  # of LossModule, whose "auto" finds no mask of tokens
-            mask = mask & reader.per_token_mask(self.loss_mask_key, "the mask named by loss_mask_key")
-        sampled = reader.constant_log_probs(names.sample_log_prob, "the policy that generated the tokens")
-        if self.proximal_policy != "recomputed":
-            return mask, sampled, None
-        return mask, sampled, reader.constant_log_probs(names.prox_log_prob, "the proximal policy")
 
     def _correct(
         self, log_probs: Tensor, batch: TokenBatch, ratios: PolicyRatios, mean_weight: Tensor | None
@@ -535,12 +479,12 @@ class GRPOLoss(LossModule):
         """
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
-        selected, sample_log_probs, prox = self._read_selected(reader)
-        mask = selected & sample_log_probs.isfinite()
+        mask, _, sample_log_probs = self.inputs.mask(reader, keys, self._user_mask)
         numbers = {
             keys.num_valid_tokens: float(mask.sum()),
             keys.num_sequences: float(F.sequence_count(mask, self.aggregation)),
         }
+        prox = self.inputs.prox_log_probs(reader, keys)
         if self.corrections.normalises and prox is not None:
             weights = self.corrections.importance_weight(*F.log_ratio(prox, sample_log_probs, mask))
             numbers[keys.sum_weights] = float(weights.sum())
@@ -559,6 +503,11 @@ class GRPOLoss(LossModule):
             )
         rho = F.log_ratio(batch.prox_log_probs, batch.sample_log_probs, batch.mask)
         return self.corrections.importance_weight(*rho).sum() / batch.mask.sum()
+
+    @property
+    def _user_mask(self) -> NestedKey | None:
+        # loss_mask_key belongs to LossModule, whose "auto" finds no mask of tokens
+        return None if self.loss_mask_key in (None, "auto") else self.loss_mask_key
 
 
 class _Term(NamedTuple):
