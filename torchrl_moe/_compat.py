@@ -471,7 +471,7 @@ def running_outputs(
             one.outputs += [output for output in state.parent_req.output_aggregator if output is not None]
         had = known.get(state.request_index, 0)
         token_ids, logprobs = state.detokenizer.output_token_ids[had:], state.logprobs_processor.logprobs
-        rows = state.routed_experts_chunks if names is None else []
+        rows = state.routed_experts_chunks if names is None else []  # of each step; vLLM joins them only at the end
         one.outputs.append(
             SimpleNamespace(
                 index=state.request_index,

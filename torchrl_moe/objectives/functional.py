@@ -60,7 +60,9 @@ def check_tokens(**per_token: Tensor) -> None:
 
 
 def select(mask: Tensor, value: Tensor) -> Tensor:
-    """Return ``value`` where ``mask`` is set, else 0; on the inputs of a formula, or a NaN outside reaches gradients.
+    """Return ``value`` where ``mask`` is set, else 0.
+
+    Apply it to the inputs of a formula, not to its result: only then does a NaN outside the mask reach no gradient.
 
     >>> select(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
     tensor([2., 0.])
