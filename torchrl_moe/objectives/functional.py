@@ -196,9 +196,14 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, per_token_gradient: bool
 def interpolated_log_probs(log_probs: Tensor, sample_log_probs: Tensor, staleness: Tensor) -> Tensor:
     """Return A-3PO's proximal policy, a constant: ``log prox = log π + (log μ - log π) / d``. No forward pass.
 
-    arXiv 2512.06547: d weight updates (``staleness``, integers) lie between μ and π; the proximal policy is one update
-    before π, and log-probs are assumed to change evenly. ``d = 0``, for tokens sampled by the weights being trained, is
-    treated as 1: μ is then the proximal policy, the centre of the trust region.
+    arXiv 2512.06547: d weight updates lie between μ and π; the proximal policy is one update before π, and log-probs
+    are assumed to change evenly. ``d = 0``, for tokens sampled by the weights being trained, is treated as 1: μ is
+    then the proximal policy, the centre of the trust region.
+
+    Args:
+        log_probs: log π, ``[B, T]``.
+        sample_log_probs: log μ, ``[B, T]``.
+        staleness: d, integers ``[B, T]``.
 
     >>> interpolated_log_probs(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, -3.0]]), torch.tensor([[1, 4]]))
     tensor([[-3.0000, -1.5000]])
@@ -287,7 +292,8 @@ def k3_mean_below(log_rho: Tensor, mask: Tensor, limit: float) -> Tensor:
 def off_policy_negatives(log_ratio: Tensor, advantage: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Return the tokens (bool) with ``A < 0`` in sequences whose mean ``log μ - log π`` exceeds ``threshold``.
 
-    Off-policy sequence masking drops them: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. ``log_ratio`` is ``log π - log μ``.
+    Off-policy sequence masking drops them: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. ``log_ratio`` is ``log π - log μ``,
+    of the policy as it is now.
 
     >>> advantage, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])
     >>> off_policy_negatives(torch.tensor([[-0.2, -0.1]]), advantage, mask, 0.1)
@@ -395,7 +401,7 @@ def trust_region(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, thresho
     """
     check_tokens(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
     gap, known = log_ratio(log_probs, ref_log_probs, mask)
-    return known & (0.5 * gap.square() <= threshold)
+    return known & (0.5 * gap.square() <= threshold)  # as in k2
 
 
 # The policy's loss per token, one function for each paper. Gradients flow through ``ℓ``, or through ``log π``.
