@@ -1,10 +1,7 @@
 """Checks of numbers, ranks, shapes, dtypes and routes: the only place that writes such messages; former names.
 
-Every public function calls these on its arguments first. A message says what is wrong, what was given, what is allowed
-and what to do. The structural checks read no values, so they cost nothing on a device and are static under
-``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
-
-This file knows arrays, not containers: tensordicts are unpacked by their owners before they come here.
+Every public function calls these on its arguments first. The structural checks read no values, so they cost nothing on
+a device and are static under ``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
 
 Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
 """
@@ -123,22 +120,24 @@ def is_number(
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not isinstance(value, Real):
         return False
     number: float = value  # type: ignore[assignment]  # what is registered as Real compares like one
-    fits = whole or _is_float(number, infinite)
-    fits = fits and (least is None or number >= least) and (above is None or number > above)
-    return fits and (most is None or number <= most) and (below is None or number < below)
-
-
-def _is_float(value: float, infinite: bool) -> bool:
     try:
-        return not math.isnan(value) if infinite else math.isfinite(value)
+        fits = whole or (not math.isnan(number) if infinite else math.isfinite(number))
     except OverflowError:  # an integer that is larger than any float
         return False
+    fits = fits and (least is None or number >= least) and (above is None or number > above)
+    return fits and (most is None or number <= most) and (below is None or number < below)
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is True or False: other values are true or false in surprising ways."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}.")
+
+
+def check_choice(name: str, value: object, allowed: Collection[object], *, hint: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}.{_end(hint)}")
 
 
 def check_callable(name: str, value: object) -> None:
@@ -246,8 +245,7 @@ def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = V
 def as_mask(name: str, mask: object, *, error: type[Exception] = ValueError) -> torch.Tensor:
     """Return a mask as bool; raise ``error`` unless it is bool, or holds 0 and 1 only.
 
-    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask. Values of a bool mask are
-    not read.
+    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask.
 
     >>> as_mask("mask", torch.tensor([0.0, 0.5]))
     Traceback (most recent call last):
@@ -371,31 +369,27 @@ def find_bad_routes(routes: torch.Tensor, moe_layers: Collection[int], num_exper
 def _bad_chunks(
     routes: torch.Tensor, moe_layers: Collection[int], num_experts: int, keep: torch.Tensor | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """First row and ``[n, L]`` bool of each chunk of rows."""
+    """Yield the first row of each chunk, and which of its rows break a rule, bool ``[n, L]``."""
     # made on the CPU: one copy to the device instead of a write for each layer
     is_moe = torch.zeros(routes.shape[1], dtype=torch.bool)
     is_moe[list(moe_layers)] = True
     on_moe = is_moe.to(routes.device)
+    # A Python int is cast to the tensor's dtype: int8 >= 128 would compare with -128.
+    largest = min(num_experts - 1, torch.iinfo(routes.dtype).max)
     step = max(1, _CHUNK_ELEMENTS // max(1, routes[:1].numel()))
     for start in range(0, len(routes), step):
         allowed = on_moe if keep is None else on_moe & keep[start : start + step, None]
-        yield start, _bad_rows(routes[start : start + step], allowed, num_experts)
-
-
-def _bad_rows(routes: torch.Tensor, allowed: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """``[N, L]`` bool: the row breaks a rule. ``allowed`` (``[L]`` or ``[N, L]``): the row may hold experts."""
-    # A Python int is cast to the tensor's dtype: int8 >= 128 would compare with -128.
-    largest = min(num_experts - 1, torch.iinfo(routes.dtype).max)
-    columns = routes.movedim(-1, 0).contiguous()  # reductions over a short last dimension are slow
-    high, low = columns.amax(0), columns.amin(0)
-    # K is small: comparing each pair of columns is cheaper than sorting the rows
-    repeats = torch.zeros_like(high, dtype=torch.bool)
-    for shift in range(1, len(columns)):
-        repeats |= (columns[shift:] == columns[:-shift]).any(0)
-    # out of range; partly unset, or experts where none may be; an expert twice
-    bad = (high > largest) | (low < _UNSET)
-    bad |= (high != _UNSET) & ((low == _UNSET) | ~allowed)
-    return bad | (repeats & (low != _UNSET))
+        # reductions over a short last dimension are slow
+        columns = routes[start : start + step].movedim(-1, 0).contiguous()
+        high, low = columns.amax(0), columns.amin(0)
+        # K is small: comparing each pair of columns is cheaper than sorting the rows
+        repeats = torch.zeros_like(high, dtype=torch.bool)
+        for shift in range(1, len(columns)):
+            repeats |= (columns[shift:] == columns[:-shift]).any(0)
+        # out of range; partly unset, or experts where none may be; an expert twice
+        bad = (high > largest) | (low < _UNSET)
+        bad |= (high != _UNSET) & ((low == _UNSET) | ~allowed)
+        yield start, bad | (repeats & (low != _UNSET))
 
 
 def _reason(row: list[int], layer: int, moe_layers: Collection[int], num_experts: int, padded: bool) -> str:

@@ -1,7 +1,6 @@
-"""The only file that touches private names, or version differences, of vLLM and TorchRL.
+"""The only file that touches private names, or version differences, of vLLM; each function says why.
 
-Imports of either library stay inside the functions, so this file is light; each function says what it reaches for and
-why there is no public way.
+Imports stay inside the functions, so this file is light.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def retryable_error() -> type[Exception]:
 def plain_tokenizer(tokenizer: Any) -> Any:
     """Return the transformers tokenizer inside vLLM's caching and pooling proxies, which can be saved.
 
-    A proxy is a shallow copy under a subclass that is made on the fly and has no public way back. A tokenizer that is
-    vLLM's own (Mistral's) holds one of transformers.
+    A proxy is a shallow copy under a subclass that is made on the fly and has no public way back.
     """
     # The first class that vLLM has not made is the tokenizer's own: an instance of it with the same attributes.
     not_a_tokenizer = {"builtins", "typing", "typing_extensions"}
@@ -71,6 +69,7 @@ def plain_tokenizer(tokenizer: Any) -> Any:
         plain: Any = object.__new__(kind)
         plain.__dict__.update(vars(tokenizer))
         return plain
+    # a tokenizer that is vLLM's own (Mistral's) holds one of transformers
     return getattr(tokenizer, "transformers_tokenizer", tokenizer)
 
 
@@ -96,10 +95,9 @@ def import_engine() -> str:
 def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFactory]) -> tuple[AsyncLLM, str]:
     """Make an ``AsyncLLM`` whose own processes are forked; return it, and why they are not, or "" (0.32).
 
-    vLLM's CPU platform sets "spawn" while the configuration is made: each process then imports vLLM again, which takes
-    ten seconds. It does so because it binds threads to cores, with libraries that it preloads in a new process. Where
-    threads are not bound, forking is as safe as it is on CUDA, where it is vLLM's default; there vLLM's own checks
-    (CUDA initialised, WSL, a Ray actor) decide.
+    vLLM's CPU platform sets "spawn" while the configuration is made, so each process imports vLLM again, which takes
+    ten seconds. It does so to bind threads to cores, with libraries that it preloads. Where threads are not bound,
+    forking is as safe as on CUDA, where vLLM's own checks (CUDA initialised, WSL, a Ray actor) decide.
     """
     from multiprocessing import resource_tracker
 
@@ -141,8 +139,8 @@ def keep_prefix_cache_with_latents() -> None:
     """Have vLLM's CPU platform leave the prefix cache on for models with latent attention (MLA). Idempotent.
 
     Its kernel for CPUs without AMX cannot continue from a cached prefix, so it turns the cache off, without which vLLM
-    records no routes. Here the cache stays, and requests do not read it: see :func:`reads_prefix_cache`. That kernel is
-    taken on CPUs with AMX, too: vLLM's other one for them has no float32 and drops weights that a reload needs (0.32).
+    records no routes. Here the cache stays, and requests do not read it: see :func:`reads_prefix_cache`. CPUs with AMX
+    take that kernel too: the other one has no float32 and drops weights that a reload needs (0.32).
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -208,14 +206,13 @@ def take_moe_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     vLLM packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked and be
     read in the wrong layout.
     """
-    # layers may share one, which is to be taken once
-    methods: dict[int, Any] = {
-        id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")
-    }
-    taken = [(method, getattr(method, "moe_kernel", None)) for method in methods.values()]
-    taken = [(method, kernel) for method, kernel in taken if kernel is not None]
-    for method, _ in taken:
-        method.moe_kernel = None
+    taken: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None:  # layers may share one, which is taken once
+            taken.append((method, kernel))
+            method.moe_kernel = None
     return taken
 
 
@@ -229,8 +226,8 @@ def restore_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
 def keep_cpu_experts_with_lora() -> None:
     """Have vLLM choose its CPU kernel for the experts of a CPU worker, LoRA or not (0.32).
 
-    With LoRA on, it takes the Triton kernel on every platform, and the first step fails. The experts themselves have no
-    adapter on CPU: :func:`~torchrl_moe.modules.backends.vllm.engine_args.build_engine_args` sees to that.
+    With LoRA on, it takes the Triton kernel on every platform, and the first step fails. Experts have no adapter on a
+    CPU, by :func:`~torchrl_moe.modules.backends.vllm.engine_args.build_engine_args`.
     """
     from vllm.platforms import current_platform
 
@@ -371,11 +368,7 @@ def zero_new_blocks() -> None:
 
 
 def unused_adapter_modules(model_runner: GPUModelRunner, number: int) -> list[str]:
-    """Return the modules of a loaded adapter that a worker's model does not adapt (0.32).
-
-    vLLM loads them and ignores them, as it does modules that ``lora_target_modules`` leaves out; no public call lists
-    them.
-    """
+    """Return the modules of a loaded adapter that a worker's model does not adapt: vLLM ignores them (0.32)."""
     manager = model_runner.lora_manager._adapter_manager
     named = {name.removesuffix(".base_layer") for name in manager.list_adapters()[number].loras}
     return sorted(named - set(manager.modules))
@@ -454,13 +447,8 @@ def running_outputs(
 ) -> dict[str, Any]:
     """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.32).
 
-    It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
-
-    Args:
-        engine: that runs them.
-        names: of the requests that are wanted, without routes; ``None``: all, with their routes.
-        since: request -> answer -> how many of its tokens are known already, and left out with what belongs to them;
-            texts, and answers that are over, are whole.
+    It contains the answers that have started. With ``names`` only those requests, without routes. ``since`` (request ->
+    answer -> number of tokens) leaves out what is known already; texts, and answers that are over, are whole.
     """
     # vLLM's states are one per answer; here they are put together by request, in the form of a RequestOutput.
     found: dict[str, Any] = {}
@@ -483,7 +471,7 @@ def running_outputs(
             one.outputs += [output for output in state.parent_req.output_aggregator if output is not None]
         had = known.get(state.request_index, 0)
         token_ids, logprobs = state.detokenizer.output_token_ids[had:], state.logprobs_processor.logprobs
-        rows = state.routed_experts_chunks if names is None else []
+        rows = state.routed_experts_chunks if names is None else []  # of each step; vLLM joins them only at the end
         one.outputs.append(
             SimpleNamespace(
                 index=state.request_index,

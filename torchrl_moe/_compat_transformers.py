@@ -36,9 +36,7 @@ def chat_template_named(name: str) -> str:
 def sample_by(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run transformers' own loop over tokens (5.18 to 5.24), from inside of ``generate(custom_generate=...)``.
 
-    ``generate``, which prepares all that the loop needs, and the hook that replaces the loop are public; the loop is
-    not. Only a logits processor that comes after all others sees what each step draws from, and it can be added only
-    here.
+    Only a logits processor that comes after all others sees what each step draws from, and it can be added only here.
     """
     return model._sample(*args, **kwargs)
 

@@ -1,7 +1,4 @@
-"""Names that a room exports but loads on first use (PEP 562).
-
-It is not an optional-dependency check: a missing package surfaces as its own ImportError, where the name is first used.
-"""
+"""Names that a room exports but loads on first use (PEP 562); a missing package is an ImportError there."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ from importlib import import_module
 from typing import Any
 
 __all__ = ["attach", "without_collections"]
-
-
-# Importing large packages in less time.
 
 
 @contextmanager
@@ -35,19 +29,19 @@ def without_collections() -> Iterator[None]:
 
 
 def attach(
-    package_name: str, exports: Mapping[str, str]
+    package_name: str, files: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make the three module attributes of a room that exports lazily.
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a room that exports lazily: of each file, some names.
 
     Type checkers do not see this: a room also imports the same names under ``TYPE_CHECKING``.
 
-    Example:
-        >>> load, _, names = attach("torchrl_moe", {"TorchRLMoEError": ".errors"})
-        >>> names
-        ['TorchRLMoEError']
-        >>> load("TorchRLMoEError")
-        <class 'torchrl_moe.errors.TorchRLMoEError'>
+    >>> load, _, names = attach("torchrl_moe", {".errors": "TorchRLMoEError EngineError"})
+    >>> names
+    ['EngineError', 'TorchRLMoEError']
+    >>> load("TorchRLMoEError")
+    <class 'torchrl_moe.errors.TorchRLMoEError'>
     """
+    exports = {name: module for module, names in files.items() for name in names.split()}
 
     # importing the file would replace the exported name in the room by the module
     if clashes := [name for name, module in exports.items() if module == f".{name}"]:
@@ -70,7 +64,9 @@ def attach(
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package_name]), *exports})
 
-    return __getattr__, __dir__, list(exports)
+    # ruff's order: constants, classes, the rest
+    names = sorted(exports, key=lambda name: (not name.isupper(), not name[:1].isupper(), name))
+    return __getattr__, __dir__, names
 
 
 def _import(name: str, package_name: str) -> Any:

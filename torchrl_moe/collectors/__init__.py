@@ -13,9 +13,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "AsyncLLMCollector": ".async_collector",
-            "LLMCollector": ".llm_collector",
-            "RayAsyncLLMCollector": ".ray_collectors",
-            "RayLLMCollector": ".ray_collectors",
+            ".async_collector": "AsyncLLMCollector",
+            ".llm_collector": "LLMCollector",
+            ".ray_collectors": "RayAsyncLLMCollector RayLLMCollector",
         },
     )

@@ -16,9 +16,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "UNSET_EXPERT": ".routing_layout",
-            "KeptTokens": ".kept_tokens",
-            "RoutedExperts": ".routed_experts",
-            "RoutingLayout": ".routing_layout",
+            ".kept_tokens": "KeptTokens",
+            ".routed_experts": "RoutedExperts",
+            ".routing_layout": "UNSET_EXPERT RoutingLayout",
         },
     )

@@ -1,8 +1,7 @@
 """Which token ids of the vocabulary a token was sampled from, where sampling cut some off.
 
 top_k, top_p, min_p, bad words, allowed ids, minimum lengths and grammars all cut ids off, and the log-prob of a token
-is then normalised over the ids that were kept. A trainer that replays a rollout needs the same ids. This file stores,
-checks, joins, pads and shows them; it neither records nor uses them.
+is then normalised over the ids that were kept. A trainer that replays a rollout needs the same ids.
 
 Letters: T tokens of one sequence, M ids of all its tokens together, V vocabulary.
 """
@@ -147,7 +146,6 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         if longest > length:
             raise ValueError(f"cannot pad to {length} tokens, the longest sample has {longest}: truncate() first.")
         most = max((len(sample.ids) for sample in samples), default=0)
-        shape = self.batch_size
         # Of a lazy stack without samples nothing says the dtype.
         like = samples[0] if samples else self if self.sizes is not None else KeptTokens(ids=NOTHING, sizes=NOTHING)
         # A pad has size 0, which reads as "all ids kept"; ids are flat, so their pads go to the end on either side.
@@ -157,9 +155,9 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             first = length - len(sample.sizes) if side == "left" else 0
             sizes[i, first : first + len(sample.sizes)] = sample.sizes
             ids[i, : len(sample.ids)] = sample.ids
-        return type(self)(
-            ids=ids.view(*shape, most), sizes=sizes.view(*shape, length), batch_size=shape, device=self.device
-        )
+        batch = self.batch_size
+        ids, sizes = ids.view(*batch, most), sizes.view(*batch, length)
+        return type(self)(ids=ids, sizes=sizes, batch_size=batch, device=self.device)
 
     def ids_of(self, token: int, *, vocabulary: int) -> torch.Tensor:
         """Return the ids, ascending, that one token of one sample was sampled from.
@@ -200,13 +198,13 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
 
     def _repr_html_(self) -> str:
         """The repr, and from how many ids tokens were sampled. It must not raise either."""
-        header, note = ("vocabulary entries", "tokens"), "prompts and pads count as all"
         try:
             sizes = [sample.sizes.reshape(-1).cpu() for sample in self._samples()]
             table = kept_rows(torch.cat(sizes).numpy()) if sizes else []
         except (RuntimeError, AttributeError, KeyError, TypeError):  # as above
             table = []
-        return html_table(self._summary(), header, table, note=note if table else "")
+        note = "prompts and pads count as all" if table else ""
+        return html_table(self._summary(), ("vocabulary entries", "tokens"), table, note=note)
 
 
 # TensorClass writes its own __doc__ and __repr__ into a class after the body has run.
@@ -230,7 +228,8 @@ def _validate(
         if count is not None:
             _checks.check_rows(name, len(sizes), count, hint="A sample has a size for each token.")
     counts = sizes.long().abs()
-    if bool((empty := -sizes.long() >= vocabulary).any()):
+    empty = -sizes.long() >= vocabulary
+    if bool(empty.any()):
         raise ValueError(
             f"token {int(empty.nonzero()[0, 0])} of {name} has nothing left to be sampled from: all {vocabulary} ids "
             "are cut off."
@@ -248,11 +247,9 @@ def _validate(
     places = rows * vocabulary + used
     if len(places.unique()) != len(places):
         raise ValueError(f"a token of {name} lists an id twice.")
-    if tokens is not None:
-        _check_chosen(name, places, sizes, tokens.long(), vocabulary)
-
-
-def _check_chosen(name: str, places: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> None:
+    if tokens is None:
+        return
+    tokens = tokens.long()
     # Prompts and pads may hold anything; an id outside would fall on another token's place.
     outside = (sizes != 0) & ((tokens < 0) | (tokens >= vocabulary))
     if bool(outside.any()):

@@ -1,8 +1,7 @@
 """The experts that each token of a sequence was routed to, as a TensorClass.
 
-:class:`RoutedExperts` is what sits at the tensordict key ``"routed_experts"``. It stores, checks, pads and shows
-routes; it neither records nor replays them, and does not join turns. :func:`routes_from_vllm` is its fast path without
-a tensordict, for engine processes. The recipe these routes serve is Rollout Routing Replay, R3 (arXiv 2510.11370).
+:class:`RoutedExperts` is what sits at the tensordict key ``"routed_experts"``; :func:`routes_from_vllm` is its fast
+path without a tensordict, for engine processes. They serve Rollout Routing Replay, R3 (arXiv 2510.11370).
 
 Letters: T tokens of one sequence, L decoder layers, K experts per token, E experts.
 """
@@ -81,11 +80,11 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     A cast that would change ids raises ``RouteValueError``, also one of a TensorDict that holds them, such as
     ``td.to(torch.bfloat16)``.
 
-    Samples of unequal T are a lazy stack, as everywhere in TorchRL: ``lazy_stack([a, b])``. Reading ``full`` of such a
-    stack raises in tensordict: index it, :meth:`pad` it, or use ``td.get(("routed_experts", "full"), as_list=True)``.
-    Two other ways fill with 0, which is an expert: ``tensordict.pad``, and ``get(..., as_padded_tensor=True)`` without
-    ``padding_value=-1``. Write the key ``"routed_experts"``: a tensor written to ``("routed_experts", "full")`` first
-    makes a plain TensorDict of it (``RoutedExperts.from_tensordict`` turns that back).
+    Samples of unequal T are a lazy stack: ``lazy_stack([a, b])``. Its ``full`` cannot be read: index it, :meth:`pad`
+    it, or use ``td.get(("routed_experts", "full"), as_list=True)``. Two other ways fill with 0, which is an expert:
+    ``tensordict.pad``, and ``get(..., as_padded_tensor=True)`` without ``padding_value=-1``. Write the key
+    ``"routed_experts"``: a tensor written to ``("routed_experts", "full")`` first makes a plain TensorDict of it
+    (``RoutedExperts.from_tensordict`` turns that back).
 
     TorchRL's ``LazyStackStorage`` has no ``dumps``, and its ``state_dict`` forgets TensorClass types. Save
     ``buffer[:].memmap(path)`` and ``extend`` a new buffer with ``TensorDict.load_memmap(path)``.
@@ -246,7 +245,27 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
             raise RouteShapeError(f"route_table shows one sample, got {self!r}: index it, routes[0].route_table().")
         if tokens is not None:
             _checks.check_rows("tokens", len(tokens), dims[0], hint="Give a string per row of the routes.")
-        return _table(self.full.tolist(), tokens, max(2, max_rows))
+        routes: list[list[list[int]]] = self.full.tolist()
+        layers = [i for i in range(dims[1]) if any(row[i][0] != UNSET_EXPERT for row in routes)]
+        if not layers:
+            return f"no route known in {len(routes)} rows"
+        # Of a long sample the first and the last rows are shown.
+        max_rows = max(2, max_rows)
+        head, hidden = (max_rows + 1) // 2, max(0, len(routes) - max_rows)
+        shown = [*range(head), *range(head + hidden, len(routes))] if hidden else range(len(routes))
+        columns = [["token", *map(str, shown)]]
+        if tokens is not None:
+            width = max(len(repr(tokens[t])) for t in shown)
+            columns.append(["", *(repr(tokens[t]).ljust(width) for t in shown)])
+        for i in layers:
+            rows = [routes[t][i] for t in shown]
+            texts = ("·" if row[0] == UNSET_EXPERT else ",".join(map(str, row)) for row in rows)
+            columns.append([f"layer {i}", *texts])
+        widths = [max(map(len, column)) for column in columns]
+        text = ["  ".join(map(str.rjust, line, widths)) for line in zip(*columns, strict=True)]
+        if hidden:
+            text.insert(1 + head, f"… {hidden} more tokens")
+        return "\n".join(text)
 
     def _dims(self) -> tuple[int, ...]:
         """Shape of ``full``; -1 where samples differ, 0 where a lazy stack has none."""
@@ -354,24 +373,3 @@ def _mask_rows(mask: MaskRows) -> list[torch.Tensor]:
     if isinstance(mask, torch.Tensor):
         return list(mask.flatten(0, -2)) if mask.ndim > 1 else [mask]
     return [row for part in mask for row in _mask_rows(part)]
-
-
-def _table(routes: list[list[list[int]]], tokens: Sequence[str] | None, max_rows: int) -> str:
-    layers = [i for i in range(len(routes[0]) if routes else 0) if any(row[i][0] != UNSET_EXPERT for row in routes)]
-    # Of a long sample the first and the last rows are shown.
-    if not layers:
-        return f"no route known in {len(routes)} rows"
-    head, hidden = (max_rows + 1) // 2, max(0, len(routes) - max_rows)
-    shown = [*range(head), *range(head + hidden, len(routes))] if hidden else range(len(routes))
-    columns = [["token", *map(str, shown)]]
-    if tokens is not None:
-        width = max(len(repr(tokens[t])) for t in shown)
-        columns.append(["", *(repr(tokens[t]).ljust(width) for t in shown)])
-    for i in layers:
-        rows = [routes[t][i] for t in shown]
-        columns.append([f"layer {i}", *("·" if row[0] == UNSET_EXPERT else ",".join(map(str, row)) for row in rows)])
-    widths = [max(map(len, column)) for column in columns]
-    text = ["  ".join(map(str.rjust, line, widths)) for line in zip(*columns, strict=True)]
-    if hidden:
-        text.insert(1 + head, f"… {hidden} more tokens")
-    return "\n".join(text)

@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "HarnessEnv": ".harness",
-        "HttpServer": ".server",
-        "Limits": ".sessions",
-        "load_trajectories": ".trajectories",
-        "run_process": ".harness",
-        "serve_http": ".server",
+        ".harness": "HarnessEnv run_process",
+        ".server": "HttpServer serve_http",
+        ".sessions": "Limits",
+        ".trajectories": "load_trajectories",
     },
 )

@@ -117,19 +117,18 @@ class GroupAdvantage(Transform):
             whole, self._queues = self._queues, {}
             yield from whole.values()
 
-    @abstractmethod
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
         """Add a complete group; return the steps that are complete now, with their advantages."""
-
-    def _write(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[TensorDictBase]:
-        """Give each trajectory its advantage ``[n]``; return all their steps."""
-        for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        advantages = self._advantages(torch.tensor([one.value for one in group], dtype=torch.float64))
+        for trajectory, advantage in zip(group, advantages, strict=True):
             for step in trajectory.steps:
                 reward = step[self.rewards_key]
                 step.set(self.advantage_key, advantage.to(reward).expand(reward.shape).clone())
-        return [step for trajectory in trajectories for step in trajectory.steps]
+        return [step for trajectory in group for step in trajectory.steps]
 
-    # -- entries of a step ------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _advantages(self, returns: Tensor) -> Tensor:
+        """Return the advantages of trajectories that are compared, ``[n]``, from their returns ``[n]``."""
 
     def _entry(self, step: TensorDictBase, key: NestedKey) -> Any:
         value = step.get(key, None)
@@ -171,9 +170,9 @@ class GroupAdvantage(Transform):
 class GRPOAdvantage(GroupAdvantage):
     """``A_i = (R_i - mean_j R_j) / std_j R_j``: TorchRL's ``MCAdvantage``, for complete groups of any size.
 
-    GRPO (arXiv 2402.03300). The standard deviation is the unbiased one, at least 1e-6. For trajectories of one step the
-    values equal ``MCAdvantage``'s. For several steps they equal ``MCAdvantage(trajectory_return="sum")``: by default
-    ``MCAdvantage`` compares single steps, which penalises the early turns of a sample that is rewarded at its end.
+    GRPO (arXiv 2402.03300). The standard deviation is the unbiased one, at least 1e-6. For several steps the values
+    equal ``MCAdvantage(trajectory_return="sum")``: by default ``MCAdvantage`` compares single steps, which penalises
+    the early turns of a sample that is rewarded at its end.
 
     Example::
 
@@ -181,9 +180,8 @@ class GRPOAdvantage(GroupAdvantage):
         collector = AsyncLLMCollector(env, policy=policy, group_size=8, replay_buffer=buffer)
     """
 
-    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
-        returns = _returns(group)
-        return self._write(group, (returns - returns.mean()) / _scale(returns))
+    def _advantages(self, returns: Tensor) -> Tensor:
+        return _standardised(returns)
 
 
 class RLOOAdvantage(GroupAdvantage):
@@ -196,9 +194,8 @@ class RLOOAdvantage(GroupAdvantage):
         buffer = ReplayBuffer(storage=LazyStackStorage(128), transform=RLOOAdvantage(8))
     """
 
-    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
-        returns = _returns(group)
-        return self._write(group, (returns - returns.mean()) * len(group) / max(len(group) - 1, 1))
+    def _advantages(self, returns: Tensor) -> Tensor:
+        return (returns - returns.mean()) * len(returns) / max(len(returns) - 1, 1)
 
 
 class DrGRPOAdvantage(GroupAdvantage):
@@ -209,9 +206,8 @@ class DrGRPOAdvantage(GroupAdvantage):
     ``GRPOLoss(aggregation="fixed_length", fixed_length=n)``. The value is ``(G - 1) / G`` times RLOO's.
     """
 
-    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
-        returns = _returns(group)
-        return self._write(group, returns - returns.mean())
+    def _advantages(self, returns: Tensor) -> Tensor:
+        return returns - returns.mean()
 
 
 class ReinforcePlusPlusAdvantage(GroupAdvantage):
@@ -246,19 +242,18 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
         yield from ([one] for one in arrived) if self.group_size is None else super()._whole_groups(arrived)
 
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
-        baseline = 0.0 if self.group_size is None else float(_returns(group).mean())
+        values = torch.tensor([one.value for one in group], dtype=torch.float64)
+        baseline = 0.0 if self.group_size is None else float(values.mean())
         self._pool += [Trajectory(steps, value - baseline) for steps, value in group]
         if len(self._pool) < self.batch_size:
             return []
         batch, self._pool = self._pool, []
-        values = _returns(batch)
-        return self._write(batch, (values - values.mean()) / _scale(values))
+        return super()._complete(batch)
+
+    def _advantages(self, returns: Tensor) -> Tensor:
+        return _standardised(returns)
 
 
-def _returns(trajectories: Sequence[Trajectory]) -> Tensor:
-    return torch.tensor([trajectory.value for trajectory in trajectories], dtype=torch.float64)
-
-
-def _scale(returns: Tensor) -> Tensor:
-    """The standard deviation, unbiased and at least ``EPSILON``; that of one return is 0."""
-    return returns.std(correction=min(1, len(returns) - 1)).clamp(min=EPSILON)
+def _standardised(returns: Tensor) -> Tensor:
+    # the standard deviation of one return is 0
+    return (returns - returns.mean()) / returns.std(correction=min(1, len(returns) - 1)).clamp(min=EPSILON)

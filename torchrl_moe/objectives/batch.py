@@ -26,12 +26,6 @@ from torchrl_moe.errors import MissingEntryError
 Masking: TypeAlias = Literal["sft", "rlhf", "generic"]
 
 
-def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError unless ``got`` is one of ``allowed``."""
-    if got not in allowed:
-        raise ValueError(f"{name} must be one of {list(allowed)}, got {got!r}.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """What a loss computes with. Where ``mask`` is False, the other values are undefined."""
@@ -75,7 +69,7 @@ class TokenReader:
                 "use td.reshape(-1) on a batch of more dimensions, and td.unsqueeze(0) on a single sample."
             )
         self._td = tensordict
-        self._tokens_key = tokens_key
+        self._hint = f"It has a value for each token of {tokens_key!r}: check that both were cut or padded alike."
         rows = self._rows(tokens_key, "the token ids of prompt and response")
         self.lengths = [len(row) for row in rows]
         self.tokens = _pad_left(rows, 0)
@@ -84,8 +78,7 @@ class TokenReader:
     def per_token(self, key: NestedKey, meaning: str, fill: float = 0.0) -> Tensor:
         """Return the ``[T_i]`` rows of ``key`` as ``[B, T]``, with ``fill`` on the left."""
         rows = self._rows(key, meaning)
-        for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
-            _checks.check_shape(f"{key!r} of sample {i}", row.shape, (length,), hint=self._hint)
+        self._check_shapes(key, rows)
         return _pad_left(rows, fill)
 
     def per_token_mask(self, key: NestedKey, meaning: str) -> Tensor:
@@ -95,14 +88,14 @@ class TokenReader:
     def routes(self, key: NestedKey) -> Tensor:
         """Return the experts ``[T_i, L, K]`` of ``key`` as int64 ``[B, T, L, K]``, -1 on the left."""
         rows = self._rows(key, "the experts that each token was routed to")
-        for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
-            _checks.check_shape(f"{key!r} of sample {i}", row.shape, (length, "L", "K"), hint=self._hint)
+        self._check_shapes(key, rows, "L", "K")
+        for i, row in enumerate(rows):
             _checks.check_integer(f"{key!r} of sample {i}", row)
         return _pad_left([row.long() for row in rows], -1)
 
-    @property
-    def _hint(self) -> str:
-        return f"It has a value for each token of {self._tokens_key!r}: check that both were cut or padded alike."
+    def _check_shapes(self, key: NestedKey, rows: Sequence[Tensor], *more: str) -> None:
+        for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
+            _checks.check_shape(f"{key!r} of sample {i}", row.shape, (length, *more), hint=self._hint)
 
     def mask(self, masking: Masking, prompt: NestedKey, attention: NestedKey, assistant: NestedKey) -> Tensor:
         """Return the tokens to train on, bool ``[B, T]``.
@@ -139,7 +132,8 @@ class TokenReader:
             if row.shape != (1, 1):
                 _checks.check_shape(name, row.shape, (length, 1), hint=hint)
             _checks.check_floating(name, row)
-            _check_constant(name, row, "an advantage")
+            if row.requires_grad:
+                raise ValueError(f"{name} requires grad, but an advantage is a constant: store it detached.")
             per_token.append(row[:, 0].expand(length))
         return _pad_left(per_token, 0.0)
 
@@ -147,7 +141,8 @@ class TokenReader:
         """Return log-probs ``[B, T]`` that are data, not results of the model being trained."""
         values = self.per_token(key, f"the log-probs of {meaning}")
         _checks.check_floating(repr(key), values)
-        _check_constant(repr(key), values, meaning)
+        if values.requires_grad:
+            raise ValueError(f"{key!r} requires grad, but {meaning} is a constant: store it detached.")
         return values
 
     def staleness(self, versions_key: NestedKey, current_key: NestedKey, mask: Tensor) -> Tensor:
@@ -177,14 +172,16 @@ class TokenReader:
         )
         rows = self._rows(key, "the ref log-probs (kl_to_ref_coeff, kl_mask_threshold)", hint)
         complete = []
-        for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
-            values = row[:, 0] if row.ndim == 2 and row.shape[-1] == 1 else row
-            missing = max(0, length - len(values)) if values.ndim == 1 else 0
-            pads = (missing, 0) if side == "left" else (0, missing)
-            values = torch.nn.functional.pad(values.detach(), pads, value=fill) if missing else values.detach()
-            _checks.check_shape(f"{key!r} of sample {i}", values.shape, (length,), hint=self._hint)
-            _checks.check_floating(f"{key!r} of sample {i}", values)
+        for row, length in zip(rows, self.lengths, strict=True):
+            values = (row[:, 0] if row.ndim == 2 and row.shape[-1] == 1 else row).detach()
+            missing = length - len(values)
+            if values.ndim == 1 and missing > 0:
+                pads = (missing, 0) if side == "left" else (0, missing)
+                values = torch.nn.functional.pad(values, pads, value=fill)
             complete.append(values)
+        self._check_shapes(key, complete)
+        for i, values in enumerate(complete):
+            _checks.check_floating(f"{key!r} of sample {i}", values)
         return _pad_left(complete, fill)
 
     def total(self, key: NestedKey) -> Tensor | None:
@@ -257,8 +254,8 @@ class LossInputs:
     ref_fill: float
 
     def __post_init__(self) -> None:
-        check_choice("masking_strategy", self.masking, get_args(Masking))
-        check_choice("ref_log_prob_padding_side", self.ref_side, ("left", "right"))
+        _checks.check_choice("masking_strategy", self.masking, get_args(Masking))
+        _checks.check_choice("ref_log_prob_padding_side", self.ref_side, ("left", "right"))
         if not isinstance(self.ref_fill, int | float) or isinstance(self.ref_fill, bool):  # any, NaN and infinities too
             raise ValueError(f"ref_log_prob_padding_value must be a number, got {self.ref_fill!r:.60}.")
 
@@ -276,7 +273,14 @@ class LossInputs:
         reader = TokenReader(tensordict, names.action)
         mask, unsampled, sample_log_probs = self.mask(reader, names, loss_mask)
         advantage = reader.advantage(names.advantage)
-        _check_finite(names.advantage, advantage, mask)
+        broken = (mask & ~advantage.isfinite()).nonzero()
+        if len(broken):
+            sample, token = broken[0].tolist()
+            raise ValueError(
+                f"{names.advantage!r} must be finite where a token counts, got {advantage[sample, token].item()} in "
+                f"sample {sample}: check the rewards of its group (a single sample has no standard deviation), or "
+                "leave the sample out."
+            )
         ref = (names.ref_log_probs, self.ref_side, self.ref_fill)
         batch = TokenBatch(
             tokens=reader.tokens,
@@ -318,29 +322,11 @@ class LossInputs:
         return mask & known, mask & ~known & (self.masking != "generic"), log_probs
 
 
-def _check_constant(name: str, value: Tensor, meaning: str) -> None:
-    if value.requires_grad:
-        raise ValueError(f"{name} requires grad, but {meaning} is a constant: store it detached.")
-
-
-def _check_finite(key: NestedKey, advantage: Tensor, mask: Tensor) -> None:
-    broken = (mask & ~advantage.isfinite()).nonzero()
-    if len(broken):
-        sample, token = broken[0].tolist()
-        raise ValueError(
-            f"{key!r} must be finite where a token counts, got {advantage[sample, token].item()} in sample {sample}: "
-            "check the rewards of its group (a single sample has no standard deviation), or leave the sample out."
-        )
-
-
-# How a loss gets log-probs from an actor: from ``score``, or from the ``get_dist`` of TorchRL's wrappers.
-#
-# The contract is the protocol below; no actor is imported. Letters: B sequences, T tokens of the longest, L decoder
-# layers, E experts.
-
-
 class ScoringActor(Protocol):
-    """What a loss calls."""
+    """What a loss calls, unless the actor has the ``get_dist`` of TorchRL's wrappers; no actor is imported.
+
+    Letters: B sequences, T tokens of the longest, L decoder layers, E experts.
+    """
 
     def score(
         self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True, mask: Tensor | None = None
@@ -373,15 +359,6 @@ class TokenScores(NamedTuple):
     router_logits: Tensor | None = None
 
 
-def check_actor(actor: object) -> None:
-    """Raise TypeError unless ``actor`` can score."""
-    if not (hasattr(actor, "score") or hasattr(actor, "get_dist")):
-        raise TypeError(
-            f"actor_network must have a score method (or get_dist, as TorchRL's wrappers), got "
-            f"{type(actor).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
-        )
-
-
 def score_tokens(
     actor: Any,
     tensordict: TensorDictBase,
@@ -402,7 +379,14 @@ def score_tokens(
             asked["router_logits"] = True
         log_probs, spread, routers = actor.score(tensordict, **asked)
     else:
-        dist = actor.get_dist(tensordict.copy(), **_dist_arguments(actor, attention_mask_key))
+        # The padding side is explicit, because TorchRL's wrappers differ in their default. tensordict's own modules get
+        # no keywords that they do not name, because they would pass them to the model.
+        keywords = {"mask_key": attention_mask_key, "padding_side": "left"}
+        takes = signature(actor.get_dist).parameters
+        plain = isinstance(actor, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential)
+        if plain or all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in takes.values()):
+            keywords = {name: value for name, value in keywords.items() if name in takes}
+        dist = actor.get_dist(tensordict.copy(), **keywords)
         logits = getattr(dist, "logits", None)
         if logits is not None:
             _checks.check_shape("logits of the actor", logits.shape, (*tokens.shape, "V"), hint=_ALIGNED)
@@ -420,28 +404,13 @@ def score_tokens(
     return TokenScores(log_probs, spread, routers)
 
 
-def _dist_arguments(actor: Any, attention_mask_key: NestedKey) -> dict[str, NestedKey]:
-    """Return the keyword arguments of ``actor.get_dist``.
-
-    The padding side is explicit, because TorchRL's wrappers differ in their default. tensordict's own modules get no
-    keywords, because they would pass them to the model.
-    """
-    asked = {"mask_key": attention_mask_key, "padding_side": "left"}
-    takes = signature(actor.get_dist).parameters
-    plain = isinstance(actor, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential)
-    if not plain and any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values()):
-        return asked
-    return {name: value for name, value in asked.items() if name in takes}
-
-
 def score_reference(
     actor: Any, tensordict: TensorDictBase, tokens: Tensor, attention_mask_key: NestedKey, mask: Tensor | None = None
 ) -> Tensor:
     """Return the log-probs of ``tokens`` by the actor's model without its adapter, ``[B, T]``, without a gradient.
 
-    The base of a peft model is the reference that its adapter started from, so no second model is needed. The actor
-    scores a copy of ``tensordict``, because what it writes there belongs to another policy. If it replays the rollout's
-    routes, it does so here too. ``mask`` as for :func:`score_tokens`.
+    The base of a peft model is the reference that its adapter started from, so no second model is needed. If the actor
+    replays the rollout's routes, it does so here too.
     """
     holders = (actor, getattr(actor, "model", None))
     model = next((holder for holder in holders if hasattr(holder, "disable_adapter")), None)
@@ -450,6 +419,7 @@ def score_reference(
             f"reference='adapter' needs a model with an adapter that can be switched off (peft's disable_adapter), got "
             f"{type(actor).__name__} of {type(holders[1]).__name__}: use reference='key' and RetrieveLogProb."
         )
+    # a copy, because what the actor writes there belongs to another policy
     with torch.no_grad(), model.disable_adapter():
         scores = score_tokens(actor, tensordict.copy(), tokens, attention_mask_key, False, mask)
     return scores.log_probs.detach()

@@ -59,8 +59,6 @@ from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.batch import TokenBatch
 from torchrl_moe.objectives.functional import select
 
-# The policies of a batch side by side: trained, sampling, and proximal if there is one.
-#
 # The decoupled objective (arXiv 2110.00641; for language models arXiv 2505.24298) centres the trust region on a
 # proximal policy, and corrects for the policy that sampled by a weight: ``(prox/μ) min(r A, clip(r) A)`` with ``r =
 # π/prox``. The proximal policy is recomputed at the start of a step, or interpolated without a forward pass.
@@ -136,7 +134,6 @@ Correction: TypeAlias = Literal[
 """Corrections by name; docs/objectives.md says what each does."""
 
 _TOKEN, _SEQUENCE = ("tis", "mis", "icepop"), ("seq_tis", "seq_mis")
-_WEIGHTS_ONLY = ("tis", "seq_tis", "snis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,30 +186,21 @@ class Corrections:
             raise ValueError(f"thresholds must be Thresholds, or None, got {shown(thresholds)}.")
         self.names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names or ())
         self.thresholds = thresholds or Thresholds()
-        self.proximal = proximal
         _check_names(self.names, proximal)
         # The importance weight of the surrogate; the coupled objective's ratio contains it already.
         self._weighs = proximal is not None and bool({*_TOKEN, *_SEQUENCE} & {*self.names})
-        self._by_sequence = bool({*_SEQUENCE} & {*self.names})
+        self.needs_staleness = bool({"staleness_mask", "staleness_weight"} & {*self.names})
+        self.normalises = "snis" in self.names  # by the mean weight of the whole batch
 
     def __bool__(self) -> bool:
         return bool(self.names)
-
-    @property
-    def needs_staleness(self) -> bool:
-        """Whether the corrections need the age of each token."""
-        return "staleness_mask" in self.names or "staleness_weight" in self.names
-
-    @property
-    def normalises(self) -> bool:
-        """Whether the corrections need the mean weight of the whole batch."""
-        return "snis" in self.names
 
     def importance_weight(self, log_rho: Tensor, mask: Tensor) -> Tensor:
         """Return the importance weights of the tokens of ``mask``, ``[B, T]``: 1 without a weight, 0 outside."""
         weight = torch.ones_like(log_rho)
         if self._weighs:
-            weight = F.sequence_weight(log_rho, mask) if self._by_sequence else F.token_weight(log_rho)
+            by_sequence = {*_SEQUENCE} & {*self.names}
+            weight = F.sequence_weight(log_rho, mask) if by_sequence else F.token_weight(log_rho)
         limits = self.thresholds
         if "tis" in self.names:
             weight = weight.clamp(max=limits.tis)
@@ -261,16 +249,15 @@ def _check_names(names: tuple[str, ...], proximal: Proximal | None) -> None:
     if len(set(names)) < len(names):
         raise ValueError(f"correction lists a name twice, got {list(names)}.")
     token, sequence = ([name for name in names if name in group] for group in (_TOKEN, _SEQUENCE))
-    if proximal is None:
-        for name in names:
-            if name in _WEIGHTS_ONLY:
-                raise ValueError(
-                    f"correction={name!r} is an importance weight, and the ratio of the coupled objective corrects for "
-                    "the same policies: π/μ, which holds ρ, or its mean over a sequence in GSPOLoss. A weight of π/μ "
-                    "on top would move with each update. Set proximal_policy, so that the weight is prox/μ; or use a "
-                    "mask: mis, icepop, seq_mis, geo, k3 or opsm."
-                )
-    elif token and sequence:
+    weights_only = [name for name in names if name in ("tis", "seq_tis", "snis")]
+    if proximal is None and weights_only:
+        raise ValueError(
+            f"correction={weights_only[0]!r} is an importance weight, and the ratio of the coupled objective corrects "
+            "for the same policies: π/μ, which holds ρ, or its mean over a sequence in GSPOLoss. A weight of π/μ on "
+            "top would move with each update. Set proximal_policy, so that the weight is prox/μ; or use a mask: mis, "
+            "icepop, seq_mis, geo, k3 or opsm."
+        )
+    if proximal is not None and token and sequence:
         raise ValueError(
             f"correction={list(names)} has two importance weights, of tokens ({', '.join(token)}) and of sequences "
             f"({', '.join(sequence)}): the first is a factor of the second and would count twice. geo and k3 are masks "

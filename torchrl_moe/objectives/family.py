@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from torchrl_moe._checks import check_number, shown
+from torchrl_moe._checks import check_choice, check_number, shown
 from torchrl_moe.objectives import functional as F
-from torchrl_moe.objectives.batch import check_choice
 from torchrl_moe.objectives.corrections import PolicyRatios
 from torchrl_moe.objectives.grpo import CISPOLossOutput, DAPOLossOutput, GRPOLoss, LLMLossOutput
-
-# ``CISPOLoss``: clips the importance weight, and lets no gradient flow through it.
 
 
 class CISPOLoss(GRPOLoss):
@@ -32,6 +28,7 @@ class CISPOLoss(GRPOLoss):
     """
 
     output_type: type[LLMLossOutput] = CISPOLossOutput
+    _takes_dual_clip = False
 
     def __init__(
         self,
@@ -41,16 +38,12 @@ class CISPOLoss(GRPOLoss):
         entropy_bonus: bool = False,
         **arguments: Any,
     ) -> None:
-        _check_no_dual_clip(type(self), arguments)
         super().__init__(actor_network, clip_epsilon=clip_epsilon, entropy_bonus=entropy_bonus, **arguments)
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         clip = (self.clip_epsilon_low, self.clip_epsilon_high)
         loss = F.cispo_surrogate(ratios.log_ratio, ratios.log_probs, advantage, *clip)
         return loss, F.outside_clip_range(ratios.log_ratio, *clip)
-
-
-# ``DAPO``: GRPO with Clip-Higher and a mean over tokens.
 
 
 class DAPO(GRPOLoss):
@@ -81,12 +74,6 @@ class DAPO(GRPOLoss):
         super().__init__(actor_network, clip_epsilon=clip_epsilon, entropy_bonus=entropy_bonus, **arguments)
 
 
-# ``DPPOLoss``: a trust region defined by a divergence instead of a ratio.
-
-
-_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
-
-
 class DPPOLoss(GRPOLoss):
     """DPPO: ``-M r A`` per token; ``M = 0`` if the token left the trust region and would move further out.
 
@@ -106,6 +93,8 @@ class DPPOLoss(GRPOLoss):
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """
 
+    _takes_dual_clip = False
+
     def __init__(
         self,
         actor_network: object,
@@ -118,21 +107,15 @@ class DPPOLoss(GRPOLoss):
     ) -> None:
         check_choice("divergence", divergence, get_args(F.Divergence))
         check_number("max_ratio", max_ratio, 1, infinite=True, hint="It is 1 on policy.")
-        _check_no_dual_clip(type(self), arguments)
-        threshold = _THRESHOLDS[divergence] if clip_epsilon is None else clip_epsilon
-        super().__init__(actor_network, clip_epsilon=threshold, entropy_bonus=entropy_bonus, **arguments)
+        if clip_epsilon is None:
+            clip_epsilon = 0.15 if divergence == "tv" else 0.05
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, entropy_bonus=entropy_bonus, **arguments)
         self.divergence, self.max_ratio = divergence, max_ratio
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         limits = (self.clip_epsilon_low, self.clip_epsilon_high)
         blocked = F.outside_divergence(ratios.log_probs, ratios.old_log_probs, advantage, *limits, self.divergence)
         return F.dppo_surrogate(ratios.uncut_gradient, advantage, blocked, self.max_ratio), blocked
-
-
-# ``GSPOLoss``: one ratio per sequence.
-
-
-_TOKEN_MASKS = ("mis", "icepop", "staleness_mask")
 
 
 class GSPOLoss(GRPOLoss):
@@ -172,7 +155,7 @@ class GSPOLoss(GRPOLoss):
         terms = {"aggregation": aggregation, "entropy_bonus": entropy_bonus, **arguments}
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **terms)
         self.level = level
-        masks = [name for name in self.corrections.names if name in _TOKEN_MASKS]
+        masks = [name for name in self.corrections.names if name in ("mis", "icepop", "staleness_mask")]
         masks += [] if self.kl_mask_threshold is None else ["kl_mask_threshold"]
         if level == "sequence" and masks:
             raise ValueError(
@@ -185,9 +168,6 @@ class GSPOLoss(GRPOLoss):
         log_ratio = F.sequence_log_ratio(ratios.uncut_gradient, ratios.mask, self.level == "token")
         clip = (self.clip_epsilon_low, self.clip_epsilon_high)
         return F.clipped_surrogate(log_ratio, advantage, *clip, self.dual_clip), F.outside_clip_range(log_ratio, *clip)
-
-
-# ``SAPOLoss``: a soft gate instead of a clip.
 
 
 class SAPOLoss(GRPOLoss):
@@ -205,6 +185,8 @@ class SAPOLoss(GRPOLoss):
             ``clip_epsilon`` only says which ratios ``clip_fraction`` counts.
     """
 
+    _takes_dual_clip = False
+
     def __init__(
         self,
         actor_network: object,
@@ -218,19 +200,9 @@ class SAPOLoss(GRPOLoss):
             raise ValueError(f"temperatures must be two positive numbers, got {shown(temperatures)}.")
         for temperature in temperatures:
             check_number("temperatures", temperature, above=0)
-        _check_no_dual_clip(type(self), arguments)
         super().__init__(actor_network, aggregation=aggregation, entropy_bonus=entropy_bonus, **arguments)
         self.temperatures = tuple(temperatures)
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         loss = F.sapo_surrogate(ratios.log_ratio, advantage, *self.temperatures)
         return loss, F.outside_clip_range(ratios.log_ratio, self.clip_epsilon_low, self.clip_epsilon_high)
-
-
-def _check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
-    """Raise ValueError if a loss without a clipped surrogate is given ``dual_clip``."""
-    if arguments.get("dual_clip") is not None:
-        raise ValueError(
-            f"{loss.__name__} has no dual_clip, got {arguments['dual_clip']}: it bounds the clipped surrogate of "
-            "GRPOLoss, DAPO and GSPOLoss."
-        )

@@ -47,9 +47,6 @@ __all__ = [
 ]
 
 
-# Tensors with a value per token, ``[B, T]``, and their sums and means over a sequence.
-
-
 def check_tokens(**per_token: Tensor) -> None:
     """Raise ValueError unless all have the same two dimensions.
 
@@ -91,11 +88,9 @@ def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(value, mask, mask.sum(-1), dim=-1)[:, None].expand(value.shape)
 
 
-# How per-token losses become one loss, and what it is divided by.
-
-
 Aggregation: TypeAlias = Literal["token_mean", "prompt_mean", "sequence_mean", "fixed_length", "none"]
 """How per-token losses become one loss; see :func:`aggregate`."""
+AGGREGATIONS = get_args(Aggregation)
 
 
 def entropy_bonus(entropy: Tensor, coeff: Tensor | float) -> Tensor:
@@ -142,8 +137,8 @@ def aggregate(
         value: x, ``[B, T]``.
         mask: ``[B, T]`` bool, the tokens that count.
         aggregation: one of the above.
-        num_tokens: tokens of the whole batch, if ``mask`` is a part of it; the losses of the parts then sum to that of
-            the batch. Default: those of ``mask``.
+        num_tokens: of the whole batch, if ``mask`` is a part of it; the losses of the parts then sum to that of the
+            batch. Default: those of ``mask``.
         num_sequences: the same for sequences. Default: see :func:`sequence_count`.
         fixed_length: tokens that ``"fixed_length"`` divides each sequence by.
 
@@ -163,13 +158,9 @@ def aggregate(
         if fixed_length is None:
             raise ValueError("aggregation='fixed_length' needs fixed_length, the tokens to divide each sequence by.")
         return masked_mean(value, mask, sequences * fixed_length)
-    if aggregation in ("prompt_mean", "sequence_mean"):
-        per_sequence = masked_mean(value, mask, mask.sum(-1), dim=-1)
-        return masked_mean(per_sequence, torch.ones_like(per_sequence, dtype=torch.bool), sequences)
-    raise ValueError(f"aggregation must be one of {list(get_args(Aggregation))}, got {aggregation!r}.")
-
-
-# Ratios of two policies on the sampled tokens, and the proximal policy of a decoupled objective.
+    _checks.check_choice("aggregation", aggregation, AGGREGATIONS)
+    per_sequence = masked_mean(value, mask, mask.sum(-1), dim=-1)
+    return masked_mean(per_sequence, torch.ones_like(per_sequence, dtype=torch.bool), sequences)
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,11 +227,9 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(), share, torch.zeros_like(share))
 
 
-# Weights and masks of tokens and sequences, for the mismatch between two policies; all are constants.
-#
+# Weights and masks for the mismatch between two policies; all are constants, which objectives/corrections.py combines.
 # ``log_rho`` is ``log ρ = log old - log μ``, ``[B, T]``: how much likelier the sampled token is under the old policy
-# than under the policy that sampled it. ``ρ(y) = Π ρ`` is the sequence's. Sums and means are over the tokens of
-# ``mask``. :mod:`torchrl_moe.objectives.corrections` names and combines these functions.
+# than under the one that sampled it. ``ρ(y) = Π ρ`` is the sequence's. Sums and means are over the tokens of ``mask``.
 
 
 def token_weight(log_rho: Tensor) -> Tensor:
@@ -303,9 +292,8 @@ def k3_mean_below(log_rho: Tensor, mask: Tensor, limit: float) -> Tensor:
 def off_policy_negatives(log_ratio: Tensor, advantage: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Return the tokens (bool) with ``A < 0`` in sequences whose mean ``log μ - log π`` exceeds ``threshold``.
 
-    These are the tokens that off-policy sequence masking drops: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. ``log_ratio``
-    is ``log π
-    - log μ``, of the policy as it is now.
+    Off-policy sequence masking drops them: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. ``log_ratio`` is ``log π - log μ``,
+    of the policy as it is now.
 
     >>> advantage, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])
     >>> off_policy_negatives(torch.tensor([[-0.2, -0.1]]), advantage, mask, 0.1)
@@ -378,8 +366,7 @@ def kl_penalty(
     (tensor([[0.1065]]), tensor([[True]]))
     """
     check_tokens(log_probs=log_probs, other_log_probs=other_log_probs, mask=mask)
-    if estimator not in _ESTIMATORS:
-        raise ValueError(f"estimator must be one of {list(_ESTIMATORS)}, got {estimator!r}.")
+    _checks.check_choice("estimator", estimator, _ESTIMATORS)
     known = mask & log_probs.isfinite() & other_log_probs.isfinite()
     penalty = _ESTIMATORS[estimator](select(known, log_probs), select(known, other_log_probs))
     if log_ratio is not None:
@@ -399,8 +386,7 @@ def kl_reward(log_probs: Tensor, other_log_probs: Tensor, mask: Tensor, coeff: f
     tensor([[-0.0500, -0.0000]])
     """
     check_tokens(log_probs=log_probs, other_log_probs=other_log_probs, mask=mask)
-    known = mask & log_probs.isfinite() & other_log_probs.isfinite()
-    return -coeff * k1(select(known, log_probs.detach()), select(known, other_log_probs.detach()))
+    return -coeff * log_ratio(log_probs.detach(), other_log_probs.detach(), mask)[0]
 
 
 def trust_region(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -414,8 +400,8 @@ def trust_region(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, thresho
     tensor([[ True, False]])
     """
     check_tokens(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
-    known = mask & log_probs.isfinite() & ref_log_probs.isfinite()
-    return known & (k2(select(known, log_probs), select(known, ref_log_probs)) <= threshold)
+    gap, known = log_ratio(log_probs, ref_log_probs, mask)
+    return known & (0.5 * gap.square() <= threshold)  # as in k2
 
 
 # The policy's loss per token, one function for each paper. Gradients flow through ``ℓ``, or through ``log π``.
@@ -423,8 +409,6 @@ def trust_region(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, thresho
 
 Divergence: TypeAlias = Literal["tv", "kl"]
 """What DPPO's trust region bounds: total variation, or KL."""
-
-_SMALLEST = 1e-7  # of 1 - p: keeps log(1 - p) finite where p is 1
 
 
 def clipped_surrogate(
@@ -501,7 +485,10 @@ def outside_divergence(
     if divergence == "tv":
         distance = (p - q).abs()
     else:
-        distance = q * (log_q - log_p) + (1 - q) * (_log_complement(log_q) - _log_complement(log_p))
+        # log(1 - p) and log(1 - q), finite where p or q is 1
+        log_p_other = (-torch.expm1(log_p)).clamp(min=1e-7).log()
+        log_q_other = (-torch.expm1(log_q)).clamp(min=1e-7).log()
+        distance = q * (log_q - log_p) + (1 - q) * (log_q_other - log_p_other)
     return ((advantage > 0) & (p > q) & (distance > high)) | ((advantage < 0) & (p < q) & (distance > low))
 
 
@@ -537,8 +524,3 @@ def sapo_surrogate(log_ratio: Tensor, advantage: Tensor, positive: float = 1.0, 
 
 def _clip(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     return ratio.clamp(torch.as_tensor(1 - low).to(ratio), torch.as_tensor(1 + high).to(ratio))
-
-
-def _log_complement(log_p: Tensor) -> Tensor:
-    """``log(1 - p)``, finite where p is 1."""
-    return (-torch.expm1(log_p)).clamp(min=_SMALLEST).log()

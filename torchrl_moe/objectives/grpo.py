@@ -1,8 +1,7 @@
 """``GRPOLoss``: the clipped policy-gradient loss of GRPO, on TorchRL's keys.
 
-It reads a tensordict and gets log-probs from the actor (:mod:`.batch`), calls the maths (:mod:`.functional`: ratios,
-the clip, :func:`.functional.clipped_surrogate`, penalties, means) and writes named outputs. It computes no advantage
-and no log-prob. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
+It reads a tensordict and gets log-probs from the actor (:mod:`.batch`), calls the maths (:mod:`.functional`) and writes
+named outputs. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ from torchrl_moe.objectives.batch import (
     Masking,
     TokenBatch,
     TokenReader,
-    TokenScores,
-    check_actor,
-    check_choice,
     score_reference,
     score_tokens,
 )
@@ -40,8 +36,6 @@ from torchrl_moe.objectives.corrections import (
 )
 from torchrl_moe.objectives.moe_router import MoERouterLoss
 from torchrl_moe.ops.divergence import masked_mean
-
-# The outputs of the losses. Each loss names its class as ``output_type``, as TorchRL's losses do.
 
 
 class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
@@ -69,7 +63,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     loss_kl_to_inference: Tensor | None = None
     kl_to_inference: Tensor | None = None
     loss_load_balancing: Tensor | None = None
-    """This field and the next ones need a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
+    """This and the next ones need a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
     loss_z: Tensor | None = None
     expert_load: Tensor | None = None
     load_entropy: Tensor | None = None
@@ -89,9 +83,6 @@ class CISPOLossOutput(LLMLossOutput):
     """Of :class:`~torchrl_moe.objectives.CISPOLoss`."""
 
 
-# Denominators of a whole batch, summed over the ranks that share it.
-
-
 Key = TypeVar("Key")
 Number = TypeVar("Number", float, Tensor)
 
@@ -103,7 +94,7 @@ def sum_over_ranks(
     gradients_are_averaged: bool = True,
     device: torch.device | str = "cpu",
 ) -> dict[Key, Number]:
-    """Sum the denominators of each rank's part of a batch, in one collective for all numbers.
+    """Sum the denominators of each rank's part of a batch, in one collective.
 
     With the result in each part, data parallel training gets the gradients of the whole batch, however it is split.
 
@@ -158,10 +149,8 @@ class GRPOLoss(LossModule):
     - arguments that TorchRL's loss accepts but never reads are refused: ``gamma``, ``clip_value``, any other keyword.
 
     A token counts if ``masking_strategy`` selects it and its sample log-prob is finite (TorchRL writes NaN where
-    nothing was sampled). A token that counts may still contribute 0, if the actor's log-prob is not finite or a mask
-    drops it. The denominators count these tokens too, so they depend on the data alone. ``num_dropped_tokens`` is the
-    number of tokens lost to a non-finite value: a log-prob or an entropy or, with ``"sft"`` and ``"rlhf"``, the sample
-    log-prob of a token that the strategy selects.
+    nothing was sampled). It may still contribute 0, if the actor's log-prob is not finite or a mask drops it. The
+    denominators count these tokens too, so they depend on the data alone.
 
     Args:
         actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.batch.ScoringActor`), or TorchRL's
@@ -220,6 +209,7 @@ class GRPOLoss(LossModule):
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
     router_loss: MoERouterLoss | None
+    _takes_dual_clip = True
 
     def __init__(
         self,
@@ -252,14 +242,47 @@ class GRPOLoss(LossModule):
         router_loss: MoERouterLoss | None = None,
     ) -> None:
         super().__init__()
-        check_actor(actor_network)
-        _check_unused(gamma, clip_value, samples_mc_entropy)
-        check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
-        check_choice("reference", reference, ("key", "adapter"))
-        coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
-        _check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
-        hint = "3 is usual, None switches it off."
-        _checks.check_number("dual_clip", dual_clip, above=1, none=True, infinite=True, hint=hint)
+        if not (hasattr(actor_network, "score") or hasattr(actor_network, "get_dist")):
+            raise TypeError(
+                f"actor_network must have a score method (or get_dist, as TorchRL's wrappers), got "
+                f"{type(actor_network).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
+            )
+        if gamma is not None:
+            raise ValueError(
+                f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. "
+                "Discount rewards before the advantage is computed."
+            )
+        if clip_value is not None and clip_value is not False:
+            raise ValueError(
+                f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and "
+                "TorchRL's loss never reads it. clip_epsilon is the range of the ratio."
+            )
+        if dual_clip is not None and not self._takes_dual_clip:
+            raise ValueError(
+                f"{type(self).__name__} has no dual_clip, got {dual_clip}: it bounds the clipped surrogate of GRPOLoss,"
+                " DAPO and GSPOLoss."
+            )
+        if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor_network:
+            raise ValueError(
+                f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of "
+                "another: its terms come from the actor's one forward pass."
+            )
+        _checks.check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
+        _checks.check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
+        _checks.check_choice("reference", reference, ("key", "adapter"))
+        off = "None switches it off."
+        for name, bound in {"kl_mask_threshold": kl_mask_threshold, "kl_clamp": kl_clamp}.items():
+            _checks.check_number(name, bound, above=0, none=True, infinite=True, hint=off)
+        for name, coeff in {"kl_to_ref_coeff": kl_to_ref_coeff, "kl_to_inference_coeff": kl_to_inference_coeff}.items():
+            _checks.check_number(name, coeff, 0, none=True, hint=off)
+        _checks.check_number("dual_clip", dual_clip, above=1, none=True, infinite=True, hint=f"3 is usual, {off}")
+        _checks.check_bool("kl_off_policy", kl_off_policy)
+        _checks.check_choice("kl_estimator", kl_estimator, ("k1", "k2", "k3"))
+        if kl_estimator == "k1" and not kl_off_policy:
+            raise ValueError(
+                "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy: use 'k2', pass "
+                "kl_off_policy=True, or put it into the reward (functional.kl_reward)."
+            )
         _checks.check_bool("entropy_bonus", entropy_bonus)
         _checks.check_number("entropy_coeff", entropy_coeff)
         self.actor_network, self.reference = actor_network, reference
@@ -268,31 +291,45 @@ class GRPOLoss(LossModule):
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.samples_mc_entropy = samples_mc_entropy
         self.kl_mask_threshold, self.kl_estimator, self.kl_off_policy = kl_mask_threshold, kl_estimator, kl_off_policy
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = coefficients
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.kl_clamp, self.masking_strategy, self.proximal_policy = kl_clamp, masking_strategy, proximal_policy
         self.corrections = Corrections(correction, thresholds, proximal_policy)
         self.ref_log_prob_padding_side = ref_log_prob_padding_side
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
-        _check_router_loss(router_loss, actor_network)
         self.__dict__["router_loss"] = router_loss  # not a submodule: the actor already is one
-        self._register_clip_range(_clip_range(clip_epsilon), device)
-        self._set_in_keys()
-        self.out_keys = self._out_keys()
-
-    def _register_clip_range(self, clip: tuple[float, float], device: torch.device | None) -> None:
+        clip = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+        if len(clip) != 2:
+            raise ValueError(f"clip_epsilon must be a number, or (low, high), got {_checks.shown(clip_epsilon)}.")
+        _checks.check_number("clip_epsilon (low)", clip[0], 0, 1)
+        _checks.check_number("clip_epsilon (high)", clip[1], 0, infinite=True)
         if device is None:
             device = getattr(self.actor_network, "device", None)  # its parameters may be offloaded
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
         for name, epsilon in zip(("low", "high"), clip, strict=True):
             try:
-                self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
+                self.register_buffer(f"clip_epsilon_{name}", torch.tensor(float(epsilon), device=device))
             except (RuntimeError, TypeError, AssertionError) as error:
                 raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+        self._set_in_keys()
+        keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "num_dropped_tokens"]
+        keys += ["masked_fraction", "mean_weight"] if self.corrections else []
+        keys += ["entropy", "loss_entropy"] if entropy_bonus else []
+        keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff else []
+        keys += ["loss_kl_to_inference", "kl_to_inference"] if kl_to_inference_coeff is not None else []
+        self.out_keys = keys + getattr(router_loss, "out_keys", [])
 
     def __init_subclass__(cls, **kwargs: object) -> None:
+        """Raise TypeError if a subclass overrides a method that TorchRL's losses call and these losses never do."""
         super().__init_subclass__(**kwargs)
-        _check_hooks(cls)
+        hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
+        hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
+        if found := sorted(hooks & set(vars(cls))):
+            raise TypeError(
+                f"{cls.__name__} overrides {', '.join(found)}, which TorchRL's losses call and these never do: "
+                "override _surrogate(ratios, advantage), the loss per token, or let the actor's score() return other "
+                "log-probs."
+            )
 
     @property
     def functional(self) -> bool:
@@ -315,19 +352,9 @@ class GRPOLoss(LossModule):
         own = [*self.inputs.keys(self.tensor_keys), *getattr(self.router_loss, "in_keys", [])]
         self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
-    def _out_keys(self) -> list[str]:
-        keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "num_dropped_tokens"]
-        keys += ["masked_fraction", "mean_weight"] if self.corrections else []
-        keys += ["entropy", "loss_entropy"] if self.entropy_bonus else []
-        keys += ["loss_kl_to_ref", "kl_to_ref"] if self.kl_to_ref_coeff else []
-        keys += ["loss_kl_to_inference", "kl_to_inference"] if self.kl_to_inference_coeff is not None else []
-        return keys + getattr(self.router_loss, "out_keys", [])
-
     @property
     def _needs_reference(self) -> bool:
         return bool(self.kl_to_ref_coeff) or self.kl_mask_threshold is not None
-
-    # -- the loss ---------------------------------------------------------------------------------------------------
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """Return the loss terms and metrics of a batch.
@@ -353,7 +380,20 @@ class GRPOLoss(LossModule):
                 "masked_fraction": _mean((~within).to(weight.dtype), ratios.mask),
                 "mean_weight": _mean(weight * within, ratios.mask),
             }
-        terms = {"objective": _Term(surrogate, None, ratios.mask), **self._penalties(batch, scores, ratios)}
+        # by their name after "loss_"
+        terms = {"objective": _Term(surrogate, None, ratios.mask)}
+        if scores.entropy is not None:
+            known = ratios.mask & scores.entropy.isfinite()
+            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, known)
+        others = {
+            "kl_to_ref": (batch.ref_log_probs, self.kl_to_ref_coeff or None),
+            "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
+        }
+        how = (self.kl_estimator, ratios.sample_log_ratio if self.kl_off_policy else None, self.kl_clamp)
+        for name, (other, coeff) in others.items():
+            if other is not None and coeff is not None:
+                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, *how)
+                terms[name] = _Term(coeff * penalty, penalty, known)
         losses = {f"loss_{name}": self._aggregate(term.loss, kept & term.mask, batch) for name, term in terms.items()}
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
         routing = {} if self.router_loss is None else self.router_loss(tensordict, scores.router_logits).items()
@@ -411,28 +451,9 @@ class GRPOLoss(LossModule):
         loss = F.clipped_surrogate(ratios.log_ratio, advantage, *clip, self.dual_clip)
         return loss, F.outside_clip_range(ratios.log_ratio, *clip)
 
-    def _penalties(self, batch: TokenBatch, scores: TokenScores, ratios: PolicyRatios) -> dict[str, _Term]:
-        """Return the other terms of the loss, by their name after ``loss_``."""
-        terms = {}
-        if scores.entropy is not None:
-            known = ratios.mask & scores.entropy.isfinite()
-            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, known)
-        others = {
-            "kl_to_ref": (batch.ref_log_probs, self.kl_to_ref_coeff or None),
-            "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
-        }
-        weight = ratios.sample_log_ratio if self.kl_off_policy else None
-        how = (self.kl_estimator, weight, self.kl_clamp)
-        for name, (other, coeff) in others.items():
-            if other is not None and coeff is not None:
-                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, *how)
-                terms[name] = _Term(coeff * penalty, penalty, known)
-        return terms
-
     def _aggregate(self, loss: Tensor, kept: Tensor, batch: TokenBatch) -> Tensor:
-        loss = torch.where(kept, loss, loss.new_zeros(()))
         total = F.aggregate(
-            loss,
+            F.select(kept, loss),
             batch.mask,
             self.aggregation,
             num_tokens=batch.num_valid_tokens,
@@ -440,8 +461,6 @@ class GRPOLoss(LossModule):
             fixed_length=self.fixed_length,
         )
         return total.unsqueeze(-1) if self.aggregation == "none" else total
-
-    # -- denominators -----------------------------------------------------------------------------------------------
 
     def denominators(self, tensordict: TensorDictBase) -> dict[NestedKey, float]:
         """Return the denominators of a whole batch, to be stored in each of its parts.
@@ -503,41 +522,6 @@ def _mean(value: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(value.detach(), mask, mask.sum())
 
 
-# Checks of the arguments, run when the loss is built, before any step.
-
-
-def _check_penalties(
-    threshold: float | None,
-    to_ref: float | None,
-    to_inference: float | None,
-    estimator: str,
-    off_policy: bool,
-    clamp: float | None = None,
-) -> None:
-    """Raise ValueError unless the KL arguments are valid: coefficients, bounds (``None`` passes) and estimator."""
-    for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
-        _checks.check_number(name, bound, above=0, none=True, infinite=True, hint="None switches it off.")
-    for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
-        _checks.check_number(name, coeff, 0, none=True, hint="None switches it off.")
-    _checks.check_bool("kl_off_policy", off_policy)
-    check_choice("kl_estimator", estimator, ("k1", "k2", "k3"))
-    if estimator == "k1" and not off_policy:
-        raise ValueError(
-            "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy: use 'k2', pass "
-            "kl_off_policy=True, or put it into the reward (functional.kl_reward)."
-        )
-
-
-def _check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
-    """Raise ValueError unless ``fixed_length`` is given if and only if the aggregation uses it."""
-    if (aggregation == "fixed_length") != (fixed_length is not None):
-        raise ValueError(
-            f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
-            f"aggregation={aggregation!r}: give the greatest number of tokens that a response may have."
-        )
-    _checks.check_number("fixed_length", fixed_length, 1, whole=True, none=True)
-
-
 def _aggregation_of(aggregation: str | None, reduction: str | None, fixed_length: int | None) -> F.Aggregation:
     """Return the aggregation, from the three arguments that set it.
 
@@ -545,61 +529,17 @@ def _aggregation_of(aggregation: str | None, reduction: str | None, fixed_length
     ('token_mean', 'none')
     """
     chosen = cast(F.Aggregation, "token_mean" if aggregation is None else aggregation)
-    check_choice("aggregation", chosen, get_args(F.Aggregation))
-    _check_fixed_length(chosen, fixed_length)
+    _checks.check_choice("aggregation", chosen, F.AGGREGATIONS)
+    if (chosen == "fixed_length") != (fixed_length is not None):
+        raise ValueError(
+            f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
+            f"aggregation={chosen!r}: give the greatest number of tokens that a response may have."
+        )
+    _checks.check_number("fixed_length", fixed_length, 1, whole=True, none=True)
     if reduction == "sum":
         raise ValueError(
             "reduction must be one of [None, 'mean', 'none'], got 'sum': TorchRL's loss is a mean then too. For a sum "
             "over tokens divided by a number of your choice use aggregation='fixed_length', fixed_length=...."
         )
-    check_choice("reduction", reduction, (None, "mean", "none"))
+    _checks.check_choice("reduction", reduction, (None, "mean", "none"))
     return "none" if reduction == "none" else chosen
-
-
-def _check_unused(gamma: float | None, clip_value: bool | float | None, samples_mc_entropy: int) -> None:
-    """Raise ValueError if an argument is set that TorchRL's losses accept but GRPO cannot use."""
-    if gamma is not None:
-        raise ValueError(
-            f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
-            "rewards before the advantage is computed."
-        )
-    if clip_value is not None and clip_value is not False:
-        raise ValueError(
-            f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and TorchRL's "
-            "loss never reads it. clip_epsilon is the range of the ratio."
-        )
-    _checks.check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
-
-
-def _check_hooks(loss: type) -> None:
-    """Raise TypeError if a subclass overrides a method that TorchRL's losses call and these losses never do."""
-    hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
-    hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
-    if found := sorted(hooks & set(vars(loss))):
-        raise TypeError(
-            f"{loss.__name__} overrides {', '.join(found)}, which TorchRL's losses call and these never do: override "
-            "_surrogate(ratios, advantage), the loss per token, or let the actor's score() return other log-probs."
-        )
-
-
-def _check_router_loss(router_loss: object, actor: object) -> None:
-    """Raise ValueError if there is a router loss of another actor, since that actor's forward pass does not run."""
-    if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor:
-        raise ValueError(
-            f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of another: "
-            "its terms come from the actor's one forward pass."
-        )
-
-
-def _clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """Return ``(low, high)`` of a number or a pair.
-
-    >>> _clip_range(0.2), _clip_range((0.2, 0.28))
-    ((0.2, 0.2), (0.2, 0.28))
-    """
-    pair = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-    if len(pair) != 2:
-        raise ValueError(f"clip_epsilon must be a number, or (low, high), got {_checks.shown(clip_epsilon)}.")
-    _checks.check_number("clip_epsilon (low)", pair[0], 0, 1)
-    _checks.check_number("clip_epsilon (high)", pair[1], 0, infinite=True)
-    return float(pair[0]), float(pair[1])

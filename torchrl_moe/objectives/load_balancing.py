@@ -48,11 +48,11 @@ def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
     >>> choice_counts(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
     tensor([[[1., 1., 2.]]])
     """
-    _check_rows(router_logits, rows)
+    logits = _finite(router_logits.detach(), rows)
     experts = router_logits.shape[-1]
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be in 1..{experts}, the number of experts, got {top_k}.")
-    chosen = _finite(router_logits.detach(), rows).topk(top_k, -1).indices
+    chosen = logits.topk(top_k, -1).indices
     hits = torch.zeros_like(router_logits, dtype=torch.float32).scatter_(-1, chosen, 1.0)
     return (hits * rows[..., None]).sum(1)
 
@@ -117,10 +117,10 @@ def load_balancing_loss(
     """Return the mean over layers of ``E Σ_e f_e P_e``: 1 if load and scores are even, up to ``E / K`` if not.
 
     ``f_e`` is expert e's share of the choices, ``P_e`` the mean of its normalised score; only ``P_e`` has a gradient.
-    Switch Transformer's loss (arXiv 2101.03961, eq. 4-6, there for K = 1) as Mixtral uses it for K experts, with each
-    of the K choices of a token counted as 1/K. Layers are balanced one by one, whereas transformers pools them first,
-    and multiplies by K. With ``per_sequence`` f and P are of one sequence, and the result is the mean over sequences
-    (DeepSeek-V3, arXiv 2412.19437, eq. 17-20, where ``scoring`` is ``"sigmoid"``).
+    Switch Transformer's loss (arXiv 2101.03961, eq. 4-6, there for K = 1) as Mixtral uses it for K experts, each choice
+    counted as 1/K. Layers are balanced one by one; transformers pools them first, and multiplies by K. With
+    ``per_sequence`` f and P are of one sequence, and the result is the mean over sequences (DeepSeek-V3, arXiv
+    2412.19437, eq. 17-20, where ``scoring`` is ``"sigmoid"``).
 
     A product of two means is not additive: the losses of micro-batches balance each micro-batch separately. They sum to
     the loss of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_rows`` (as
@@ -130,8 +130,7 @@ def load_balancing_loss(
     >>> load_balancing_loss(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
     tensor(1.)
     """
-    if scoring not in get_args(Scoring):
-        raise ValueError(f"scoring must be one of {list(get_args(Scoring))}, got {scoring!r}.")
+    _checks.check_choice("scoring", scoring, get_args(Scoring))
     if per_sequence and share is not None:
         raise ValueError("share is that of the whole batch: leave it out with per_sequence=True.")
     counts = choice_counts(router_logits, rows, top_k)
@@ -161,18 +160,14 @@ def z_loss(router_logits: Tensor, rows: Tensor, num_rows: Tensor | None = None) 
     >>> z_loss(torch.tensor([[[[0.0, 0.0]]]]), torch.ones(1, 1, 1, dtype=torch.bool))  # log(2)^2
     tensor(0.4805)
     """
-    _check_rows(router_logits, rows)
     squares = _finite(router_logits, rows).float().logsumexp(-1).square() * rows
     return _layer_mean(squares.sum((0, 1)), rows.sum((0, 1)) if num_rows is None else num_rows)
 
 
-def _check_rows(router_logits: Tensor, rows: Tensor) -> None:
-    _checks.check_rank("router_logits", router_logits, 4, hint="They are [B, T, L, E].")
-    _checks.check_shape("rows", rows.shape, tuple(router_logits.shape[:-1]), hint="See known_rows().")
-
-
 def _finite(router_logits: Tensor, rows: Tensor) -> Tensor:
     """The logits of ``rows``, 0 elsewhere: a NaN there would reach the gradient."""
+    _checks.check_rank("router_logits", router_logits, 4, hint="They are [B, T, L, E].")
+    _checks.check_shape("rows", rows.shape, tuple(router_logits.shape[:-1]), hint="See known_rows().")
     return torch.where(rows[..., None], router_logits, router_logits.new_zeros(()))
 
 

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_moe import _checks
-from torchrl_moe.objectives.batch import Masking, TokenReader, check_choice
+from torchrl_moe.objectives.batch import Masking, TokenReader
 from torchrl_moe.ops.divergence import extreme_fraction, k1, k3, masked_mean
 from torchrl_moe.render.tables import html_table, number_text
 
@@ -26,10 +26,6 @@ SHOWN_METRICS = 64
 
 Sums = defaultdict[str, float]
 Values = npt.NDArray[np.float64]
-
-
-def _no_sums() -> Sums:
-    return defaultdict(float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +65,7 @@ class MismatchMetrics:
 
     π is the trainer, μ the engine that sampled, ``ℓ = log π - log μ`` of a sampled token, clamped to ±20, ``r =
     exp(ℓ)``. A token counts if ``masking_strategy`` selects it and its ``log μ`` is finite, whether or not a correction
-    masks it later. Sums and counts are kept, in float64, so micro-batches and ranks add up without bias. Nothing has a
-    gradient.
+    masks it later. Sums and counts are kept, in float64, so micro-batches and ranks add up without bias.
 
     ==============================  ====================================================================================
     ``mismatch/tokens``             n, the number of tokens that count
@@ -123,7 +118,7 @@ class MismatchMetrics:
         thresholds: CollapseThresholds | None = CollapseThresholds(),
         keys: MismatchKeys = MismatchKeys(),
     ) -> None:
-        check_choice("masking_strategy", masking_strategy, get_args(Masking))
+        _checks.check_choice("masking_strategy", masking_strategy, get_args(Masking))
         _checks.check_number("tau", tau, above=1, hint="It bounds a ratio that is 1 without mismatch.")
         for name, count in {"max_age": max_age, "sample_size": sample_size}.items():
             _checks.check_number(name, count, 1, whole=True)
@@ -137,9 +132,9 @@ class MismatchMetrics:
 
     def reset(self) -> None:
         """Discard all micro-batches, but not whether a warning was given."""
-        self._sums = _no_sums()
-        self._ages: dict[int, Sums] = defaultdict(_no_sums)
-        self._layers: dict[int, Sums] = defaultdict(_no_sums)
+        self._sums = Sums(float)
+        self._ages: dict[int, Sums] = {}
+        self._layers: dict[int, Sums] = {}
         self._max = 0.0
         self._sample = UniformSample(self.sample_size)
 
@@ -147,8 +142,6 @@ class MismatchMetrics:
     def log_ratios(self) -> Values:
         """float64 ``[m]``: ℓ of a uniform sample of the tokens, for a histogram."""
         return self._sample.values
-
-    # -- input ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def update(
@@ -177,11 +170,17 @@ class MismatchMetrics:
         if self.masking_strategy == "generic":  # it also selects prompts, which were not sampled
             mask = mask & sampled.isfinite()
         known = mask & sampled.isfinite() & trained.isfinite()
-        self._sums["dropped"] += int((mask & ~known).sum())
-        self._add_tokens(trained, sampled, known)
+        sums = self._sums
+        sums["dropped"] += int((mask & ~known).sum())
+        if known.any():
+            self._add_tokens(trained, sampled, known)
         if kept is not None:
             _checks.check_same_shape({"kept": kept, repr(keys.sample_log_prob): sampled})
-            self._add_masked(known, _checks.as_mask("kept", kept).cpu())
+            masked = known & ~_checks.as_mask("kept", kept).cpu()
+            sums["offered"] += int(known.sum())
+            sums["masked"] += int(masked.sum())
+            sums["offered_sequences"] += int(known.any(-1).sum())
+            sums["masked_sequences"] += int((known.any(-1) & (masked == known).all(-1)).sum())
         if version is not None:
             versions = reader.per_token(keys.policy_versions, "the version that sampled each token (version=...)", -1)
             self._add_ages(trained, sampled, known, versions.cpu(), version)
@@ -189,8 +188,6 @@ class MismatchMetrics:
 
     def _add_tokens(self, trained: Tensor, sampled: Tensor, known: Tensor) -> None:
         size, p, q = int(known.sum()), sampled[known], trained[known]
-        if not size:
-            return
         gap = -k1(p, q)
         ratio = gap.exp()
         values = {"k1": -gap, "k3": k3(p, q), "size": gap.abs(), "ratio": ratio, "square": ratio.square()}
@@ -204,12 +201,6 @@ class MismatchMetrics:
         self._sums["ppl"] += per_sequence.exp().sum().item()
         self._sums["sequences"] += len(per_sequence)
 
-    def _add_masked(self, known: Tensor, kept: Tensor) -> None:
-        self._sums["offered"] += int(known.sum())
-        self._sums["masked"] += int((known & ~kept).sum())
-        self._sums["offered_sequences"] += int(known.any(-1).sum())
-        self._sums["masked_sequences"] += int((known.any(-1) & ~(known & kept).any(-1)).sum())
-
     def _add_ages(self, trained: Tensor, sampled: Tensor, known: Tensor, versions: Tensor, version: int) -> None:
         known = known & (versions >= 0)
         age = version - versions[known].long()
@@ -222,7 +213,7 @@ class MismatchMetrics:
         self._sums["age"] += int(age.sum())
         p, q = sampled[known], trained[known]
         for group in age.clamp(max=self.max_age).unique().tolist():
-            at, sums = age.clamp(max=self.max_age) == group, self._ages[group]
+            at, sums = age.clamp(max=self.max_age) == group, self._ages.setdefault(group, Sums(float))
             sums["tokens"] += int(at.sum())
             sums["k3"] += k3(p[at], q[at]).sum().item()
             sums["dlogp_mean"] += k1(p[at], q[at]).abs().sum().item()
@@ -249,8 +240,9 @@ class MismatchMetrics:
         for layer, column in enumerate(agreement.cpu().double().unbind(-1)):
             at = column.isfinite() & (replayed > 0)
             if at.any():
-                self._layers[layer]["rows"] += int(replayed[at].sum())
-                self._layers[layer]["agreeing"] += (column * replayed)[at].sum().item()
+                sums = self._layers.setdefault(layer, Sums(float))
+                sums["rows"] += int(replayed[at].sum())
+                sums["agreeing"] += (column * replayed)[at].sum().item()
 
     def merge(self, other: MismatchMetrics) -> None:
         """Add what another instance with the same arguments has collected, such as another rank's.
@@ -265,14 +257,14 @@ class MismatchMetrics:
                     f"only metrics with the same arguments can be merged, got {name}={getattr(self, name)!r} and "
                     f"{getattr(other, name)!r}."
                 )
+        pairs = [(self._sums, other._sums)]
         for mine, theirs in ((self._ages, other._ages), (self._layers, other._layers)):
-            for group, sums in theirs.items():
-                _add(mine[group], sums)
-        _add(self._sums, other._sums)
+            pairs += [(mine.setdefault(group, Sums(float)), sums) for group, sums in theirs.items()]
+        for total, sums in pairs:
+            for name, value in sums.items():
+                total[name] += value
         self._max = max(self._max, other._max)
         self._sample.merge(other._sample)
-
-    # -- output -----------------------------------------------------------------------------------------------------
 
     def compute(self) -> dict[str, float]:
         """Return all metrics; when a threshold is crossed, log one warning, and no other until none is crossed."""
@@ -303,10 +295,6 @@ class MismatchMetrics:
         return html_table(repr(self), ("metric", "value", "beyond the threshold"), rows, note=note)
 
     def _metrics(self) -> dict[str, float]:
-        found = {f"mismatch/{name}": value for name, value in {**self._of_tokens(), **self._of_ages()}.items()}
-        return found | {f"routing/{name}": value for name, value in self._of_routing().items()}
-
-    def _of_tokens(self) -> dict[str, float]:
         sums, n = self._sums, self._sums["tokens"]
         found = {"tokens": n}
         if n + sums["dropped"]:
@@ -314,35 +302,31 @@ class MismatchMetrics:
         if sums["offered"]:
             found["masked_fraction"] = sums["masked"] / sums["offered"]
             found["masked_sequence_fraction"] = sums["masked_sequences"] / sums["offered_sequences"]
-        if not n:
-            return found
-        sizes = {"dlogp_mean": sums["size"] / n, "dlogp_max": self._max}
-        sizes |= {
-            "dlogp_p99": float(np.quantile(abs(self.log_ratios), 0.99)),
-            "p99_tokens": float(len(self.log_ratios)),
-        }
-        return found | sizes | {
-            "k1": sums["k1"] / n,
-            "k3": sums["k3"] / n,
-            "ppl_ratio": sums["ppl"] / sums["sequences"],
-            "chi2": sums["square"] / n - 1,
-            "ess": sums["ratio"] ** 2 / (n * sums["square"]),
-            "extreme_fraction": sums["extreme"] / n,
-        }  # fmt: skip
-
-    def _of_ages(self) -> dict[str, float]:
-        found = {"age_mean": self._sums["age"] / self._sums["aged"]} if self._sums["aged"] else {}
-        for age, sums in sorted(self._ages.items()):
-            found[f"age_{age}/tokens"] = sums["tokens"]
-            found |= {f"age_{age}/{name}": sums[name] / sums["tokens"] for name in ("k3", "dlogp_mean")}
-        return found
-
-    def _of_routing(self) -> dict[str, float]:
-        found = {"fallback_fraction": self._sums["fallback"] / self._sums["rows"]} if self._sums["rows"] else {}
-        layers = {layer: sums["agreeing"] / sums["rows"] for layer, sums in sorted(self._layers.items())}
+        if n:
+            found |= {
+                "dlogp_mean": sums["size"] / n,
+                "dlogp_max": self._max,
+                "dlogp_p99": float(np.quantile(abs(self.log_ratios), 0.99)),
+                "p99_tokens": float(len(self.log_ratios)),
+                "k1": sums["k1"] / n,
+                "k3": sums["k3"] / n,
+                "ppl_ratio": sums["ppl"] / sums["sequences"],
+                "chi2": sums["square"] / n - 1,
+                "ess": sums["ratio"] ** 2 / (n * sums["square"]),
+                "extreme_fraction": sums["extreme"] / n,
+            }
+        if sums["aged"]:
+            found["age_mean"] = sums["age"] / sums["aged"]
+        for age, group in sorted(self._ages.items()):
+            found[f"age_{age}/tokens"] = group["tokens"]
+            found |= {f"age_{age}/{name}": group[name] / group["tokens"] for name in ("k3", "dlogp_mean")}
+        found = {f"mismatch/{name}": value for name, value in found.items()}
+        if sums["rows"]:
+            found["routing/fallback_fraction"] = sums["fallback"] / sums["rows"]
+        layers = {layer: group["agreeing"] / group["rows"] for layer, group in sorted(self._layers.items())}
         if layers:
-            found["agreement"] = sum(layers.values()) / len(layers)
-        return found | {f"agreement/layer_{layer}": share for layer, share in layers.items()}
+            found["routing/agreement"] = sum(layers.values()) / len(layers)
+        return found | {f"routing/agreement/layer_{layer}": share for layer, share in layers.items()}
 
     def _crossed(self, found: Mapping[str, float]) -> dict[str, str]:
         """Return the crossed thresholds as text, by the name of the metric."""
@@ -352,11 +336,6 @@ class MismatchMetrics:
             if limit is not None and value is not None and (value < limit if name == "ess" else value > limit):
                 crossed[name] = f"{'least' if name == 'ess' else 'most'} {limit:g}"
         return crossed
-
-
-def _add(mine: Sums, theirs: Sums) -> None:
-    for name, value in theirs.items():
-        mine[name] += value
 
 
 class UniformSample:
@@ -374,17 +353,13 @@ class UniformSample:
     def __init__(self, capacity: int = 1 << 16, seed: int | None = None) -> None:
         _checks.check_number("capacity", capacity, 1, whole=True)
         self.capacity = capacity
+        self.values: Values = np.empty(0)
+        """float64 ``[n]``, in no order."""
         self._random = np.random.default_rng(seed)
-        self._values: Values = np.empty(0)
         self._priorities: Values = np.empty(0)
 
     def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def values(self) -> Values:
-        """float64 ``[n]``, in no order."""
-        return self._values
+        return len(self.values)
 
     def add(self, values: npt.ArrayLike) -> None:
         """Add numbers, of any shape."""
@@ -393,11 +368,11 @@ class UniformSample:
 
     def merge(self, other: UniformSample) -> None:
         """Add the numbers of another sample, of another stream."""
-        self._keep(other._values, other._priorities)
+        self._keep(other.values, other._priorities)
 
     def _keep(self, values: Values, priorities: Values) -> None:
-        self._values = np.concatenate([self._values, values])
+        self.values = np.concatenate([self.values, values])
         self._priorities = np.concatenate([self._priorities, priorities])
-        if len(self._values) > self.capacity:
+        if len(self.values) > self.capacity:
             least = np.argpartition(self._priorities, self.capacity)[: self.capacity]
-            self._values, self._priorities = self._values[least], self._priorities[least]
+            self.values, self._priorities = self.values[least], self._priorities[least]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -14,7 +14,7 @@ from torchrl.objectives import LossModule
 
 from torchrl_moe import _checks
 from torchrl_moe.objectives import load_balancing as balance
-from torchrl_moe.objectives.batch import TokenReader, check_choice
+from torchrl_moe.objectives.batch import TokenReader
 
 
 class MoERouterLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
@@ -32,14 +32,6 @@ class MoERouterLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] 
     """Rows (a token in a layer) left out because a logit is NaN or infinite: 0 if all is well."""
 
 
-class _Routing(NamedTuple):
-    """Live logits ``[B, T, L, E]``, the rows ``[B, T, L]`` that count, and how many ``[]`` were dropped."""
-
-    logits: Tensor
-    rows: Tensor
-    dropped: Tensor
-
-
 class MoERouterLoss(LossModule):
     """Load balancing loss and z-loss on live router logits.
 
@@ -50,8 +42,8 @@ class MoERouterLoss(LossModule):
     and layers without a router do not count.
 
     With ``GRPOLoss(actor, router_loss=...)`` the policy loss returns these terms too, from one forward pass. Called by
-    itself, it runs a forward pass of the layers without the head: ``actor.score(td, router_logits=True)``, with an
-    empty ``mask`` if ``score`` takes one.
+    itself, it runs one of the layers without the head: ``actor.score(td, router_logits=True)``, with an empty ``mask``
+    if ``score`` takes one.
 
     Args:
         actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.batch.ScoringActor`) that accepts
@@ -95,7 +87,7 @@ class MoERouterLoss(LossModule):
                 f"actor_network must have a score method that gives router logits, got "
                 f"{type(actor_network).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
             )
-        check_choice("scoring", scoring, get_args(balance.Scoring))
+        _checks.check_choice("scoring", scoring, get_args(balance.Scoring))
         for name, coeff in {"load_balancing_coeff": load_balancing_coeff, "z_coeff": z_coeff}.items():
             _checks.check_number(name, coeff, 0, hint="0 switches it off.")
         _checks.check_number("top_k", top_k, 1, 1 << 16, whole=True, hint="It is the number of experts per token.")
@@ -128,8 +120,8 @@ class MoERouterLoss(LossModule):
         """
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
-        routing = self._route(tensordict, reader, router_logits)
-        layers, experts = routing.logits.shape[2:]
+        logits, rows, dropped = self._route(tensordict, reader, router_logits)
+        layers, experts = logits.shape[2:]
         whole = self._of_batch(tensordict, keys.expert_counts, layers, experts)
         sequences = self._of_batch(tensordict, keys.num_router_sequences, layers)
         if (whole is None) != (sequences is None):
@@ -139,27 +131,29 @@ class MoERouterLoss(LossModule):
             )
         num_rows = None if whole is None else whole.sum(-1) / self.top_k
         balancing = balance.load_balancing_loss(
-            routing.logits,
-            routing.rows,
+            logits,
+            rows,
             self.top_k,
             scoring=self.scoring,
             per_sequence=self.per_sequence,
             share=None if whole is None or self.per_sequence else balance.load_share(whole),
             num_rows=sequences if self.per_sequence else num_rows,
         )
-        counts = balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0)
+        counts = balance.choice_counts(logits, rows, self.top_k).sum(0)
         own, live = balance.load_share(counts), counts.any(-1)
         return MoERouterLossOutput(
             loss_load_balancing=self.load_balancing_coeff * balancing,
-            loss_z=self.z_coeff * balance.z_loss(routing.logits, routing.rows, num_rows),
+            loss_z=self.z_coeff * balance.z_loss(logits, rows, num_rows),
             expert_load=own.masked_fill(~live[:, None], float("nan")),
             load_entropy=balance.load_entropy(own),
             max_load=balance.max_load(own),
-            num_dropped_rows=routing.dropped.to(counts.dtype),
+            num_dropped_rows=dropped.to(counts.dtype),
         )
 
-    def _route(self, tensordict: TensorDictBase, reader: TokenReader, logits: Tensor | None = None) -> _Routing:
-        """Return the live logits, and which of them count."""
+    def _route(
+        self, tensordict: TensorDictBase, reader: TokenReader, logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return live logits ``[B, T, L, E]``, the rows ``[B, T, L]`` that count, and how many ``[]`` do not."""
         mask = self._attended(reader)
         if logits is None:
             asked: dict[str, bool | Tensor] = {"router_logits": True, "entropy": False}
@@ -176,7 +170,7 @@ class MoERouterLoss(LossModule):
         mask = mask.to(logits.device)
         rows = balance.known_rows(logits, mask)
         dropped = mask[..., None] & balance.router_layers(logits, mask) & ~rows
-        return _Routing(logits, rows, dropped.sum())
+        return logits, rows, dropped.sum()
 
     def _attended(self, reader: TokenReader) -> Tensor:
         return reader.per_token_mask(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads")
@@ -200,11 +194,10 @@ class MoERouterLoss(LossModule):
 
         With these entries the loss terms of the parts sum to those of the batch, however it is split; without them
         each part is balanced by itself, and both terms are divided by its own rows. The choices are those of the
-        current routers, which takes a forward pass per part, without a gradient; or those in ``routes``, which takes
-        none: the experts that a replay follows, which differ from the live router's in about a tenth of the rows.
+        current routers, which takes a forward pass per part; or those in ``routes``, which takes none: the experts that
+        a replay follows, which differ from the live router's in about a tenth of the rows.
 
-        They are counts. Ranks that share a batch first sum theirs with :func:`torchrl_moe.objectives.sum_over_ranks`;
-        where gradients are averaged (DDP, FSDP), the result is the gradient of the whole batch.
+        They are counts. Ranks that share a batch first sum theirs with :func:`torchrl_moe.objectives.sum_over_ranks`.
 
         Args:
             parts: micro-batches that make up the batch, or this rank's share of it.
@@ -239,9 +232,9 @@ class MoERouterLoss(LossModule):
                 sequences.append(mask.any(1).sum().double().cpu())
                 tokens += float(mask.sum())
                 continue
-            routing = self._route(part.copy(), reader)
-            counts.append(balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0).double().cpu())
-            sequences.append(routing.rows.any(1).sum(0).double().cpu())
+            logits, rows, _ = self._route(part.copy(), reader)
+            counts.append(balance.choice_counts(logits, rows, self.top_k).sum(0).double().cpu())
+            sequences.append(rows.any(1).sum(0).double().cpu())
         if not counts:
             raise ValueError("totals() needs at least one part, got none.")
         chosen, whole = torch.stack(counts).sum(0), torch.stack(sequences).sum(0)

@@ -25,19 +25,14 @@ from torchrl_moe import _checks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The token ids that each row's softmax runs over, and their places in the tiles of a head.
-#
-# The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.
-#
-# Letters: N rows, V token ids, M ids of all rows together.
-
 
 @dataclass(frozen=True, slots=True)
 class RowVocabularies:
-    """``sizes[n]`` ids of ``ids`` belong to row n, those of earlier rows first.
+    """The token ids that each row's softmax runs over: ``sizes[n]`` of ``ids`` belong to row n, earlier rows first.
 
     ``sizes[n] > 0``: the row has these; ``< 0``: all but these (its absolute value counts them); 0: all. An id that a
-    row lists twice counts once. ``ids`` are signed integers ``[M]``, ``sizes`` ``[N]``.
+    row lists twice counts once. ``ids`` are signed integers ``[M]``, ``sizes`` ``[N]``. The lists are as short as
+    sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.
 
     >>> kept = RowVocabularies(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]))
     >>> kept.select(torch.tensor([True, False, True]))
@@ -65,12 +60,13 @@ class RowVocabularies:
         named = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
         named.index_add_(0, rows, (ids == tokens[rows]).long())
         wrong = torch.where(self.sizes > 0, named == 0, (self.sizes < 0) & (named > 0))
-        if not bool(outside.any() | wrong.any()):
+        if not bool(outside.any() | wrong.any()):  # one wait for the device
             return
         if bool(outside.any()):
             place = int(outside.nonzero()[0, 0])
-            row, token = int(rows[place]), int(ids[place])
-            raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {row} has {token}.")
+            raise ValueError(
+                f"ids of kept must be in 0..{vocabulary - 1}, row {int(rows[place])} has {int(ids[place])}."
+            )
         row = int(wrong.nonzero()[0, 0])
         raise ValueError(
             f"row {row}: token {int(tokens[row])} is not among the ids that kept gives this row. Pass size 0 for rows"
@@ -87,7 +83,7 @@ class RowVocabularies:
         return RowVocabularies(self.ids[wanted[self.rows()]], self.sizes[wanted])
 
     def tiled(self, height: int, width: int, vocabulary: int, first: int = 0) -> LeftOut:
-        """Sort the ids by the tiles ``[height, width]`` in which they lie; those at the edges are smaller.
+        """Sort the ids by the tiles ``[height, width]`` in which they lie.
 
         ``vocabulary`` ids are scored here, from ``first`` on; those of other ranks lie in no tile.
         """
@@ -128,7 +124,6 @@ class LeftOut:
                 [0., 1., 1., 1.],
                 [0., 1., 1., 0.]])
         """
-        # The slice of this tile, and where in it each id lies.
         number = columns.start // self.width * self.down + rows.start // self.height
         places = self.places[self.ends[number] : self.ends[number + 1]] - number * self.height * self.width
         row, column = places.div(self.width, rounding_mode="floor"), places % self.width
@@ -140,10 +135,8 @@ class LeftOut:
         return tile
 
 
-# Its exponential is 0 in every dtype.
-_FLOOR = -1e4
-# Its exponential vanishes beside 1, and is quick to compute: one of 0 takes ten times longer on a CPU.
-_FAINT = -80.0
+_FLOOR = -1e4  # its exponential is 0 in every dtype
+_FAINT = -80.0  # its exponential vanishes beside 1, and is quick to compute: one of 0 takes ten times longer on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +159,6 @@ class LinearHead:
     def dtype(self) -> torch.dtype:
         """The dtype of sums: float32 at least."""
         return torch.promote_types(self.hiddens[0].dtype, torch.float32)
-
-    def operands(self) -> LinearHead:
-        """Return the head with its hidden states in the dtype of the products."""
-        return replace(self, hiddens=[_operand(h) for h in self.hiddens])
 
     def columns(self, tile: slice) -> LinearHead:
         """Return the head of some columns."""
@@ -228,7 +217,7 @@ def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int
     ``tokens`` (int64 ``[N]``) count from the head's first id; ``chosen`` is 0 where the token is none of the head's.
     """
     count, vocabulary = len(tokens), len(head.weights[0])
-    head = head.operands()
+    head = replace(head, hiddens=[_operand(h) for h in head.hiddens])
     # Per row so far: the largest logit z, the token's, Σ e^(z - largest), and that sum weighted by z - largest.
     largest = torch.full((count,), torch.finfo(head.dtype).min, dtype=head.dtype, device=tokens.device)
     chosen, total, weighted = (torch.zeros_like(largest) for _ in range(3))
@@ -268,7 +257,7 @@ def backward_tiles(
     ``g_log_prob (1[j is chosen] - p_j) - g_entropy p_j (log p_j + H)``: 0 if j is left out.
     """
     parts, dtype = len(head.weights), head.dtype
-    whole = head.operands()
+    whole = replace(head, hiddens=[_operand(h) for h in head.hiddens])
     left_out = _left_out(head, elements)
     grad_hiddens = [torch.zeros_like(h, dtype=dtype) if n else None for h, n in zip(head.hiddens, needs, strict=False)]
     grad_weights = [torch.empty_like(w) if n else None for w, n in zip(head.weights, needs[parts:], strict=False)]
@@ -324,23 +313,20 @@ def _logit_gradient(
     return grad if left_out is None else left_out.fill_(grad, columns, rows, 0)
 
 
-# Sides of tiles are multiples of it: products of matrices whose rows begin anywhere take six times longer on a GPU.
-_ALIGNED = 128
-
-
 def _tile_shape(rows: int, columns: int, elements: int) -> tuple[int, int]:
     """Return the rows and the columns of a tile: as near to square as the sizes allow.
 
     >>> _tile_shape(16384, 151936, 22_369_621), _tile_shape(200, 151936, 22_369_621), _tile_shape(9, 31, 40)
     ((4736, 4608), (200, 111744), (6, 6))
     """
-    width = _side(min(columns, isqrt(elements)), columns)
-    height = _side(max(1, min(rows, elements // width)), rows)
-    return height, _side(max(1, min(columns, elements // height)), columns)
 
+    def side(size: int, whole: int) -> int:
+        # a multiple of 128: products of matrices whose rows begin anywhere take six times longer on a GPU
+        return size if size == whole or size < 128 else size - size % 128
 
-def _side(size: int, whole: int) -> int:
-    return size if size == whole or size < _ALIGNED else size - size % _ALIGNED
+    width = side(min(columns, isqrt(elements)), columns)
+    height = side(max(1, min(rows, elements // width)), rows)
+    return height, side(max(1, min(columns, elements // height)), columns)
 
 
 def _left_out(head: LinearHead, elements: int) -> LeftOut | None:
@@ -376,19 +362,13 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-# A head whose vocabulary is sharded over ranks: combines what each rank scores over its own ids.
-#
-# Each rank has the same rows and a part of the vocabulary, as under tensor parallelism. Three numbers per row are
-# sent in forward, and the gradient of the hidden states is summed in backward; logits stay where they are.
-#
-# Letters: N rows, V token ids of all ranks, R ranks.
-
-
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The token ids of this rank: of V those from ``first`` on, as many as its part of the weight has rows.
+    """The token ids of this rank: of all those from ``first`` on, as many as its part of the weight has rows.
 
-    ``mesh`` is the DTensor's, of one dimension.
+    Each rank has the same rows and a part of the vocabulary, as under tensor parallelism. Three numbers per row are
+    sent in forward, and the gradient of the hidden states is summed in backward; logits stay where they are. ``mesh``
+    is the DTensor's, of one dimension.
     """
 
     mesh: DeviceMesh

@@ -1,8 +1,8 @@
 """``selected_log_probs``: log-prob and entropy of chosen tokens from hidden states and head, without their logits.
 
-The logits of the whole vocabulary, ``[N, V]``, are by far the largest tensor of a loss: 4 096 rows of 151 936 token ids
-take 2.5 GB in float32, and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time,
-forward and backward, and two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
+The logits ``[N, V]`` are by far the largest tensor of a loss: 4 096 rows of 151 936 token ids take 2.5 GB in float32,
+and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time, forward and backward, and
+two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torchrl_moe.ops.linear_head import (
 
 # Memory of the tiles of one step: on a CPU they fit into the cache, on a GPU they keep it busy.
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-# Tiles that exist at the same time: logits, probabilities, and a gradient or their product.
-TILES = 3
+TILES = 3  # that exist at the same time: logits, probabilities, and a gradient or their product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +196,8 @@ def _selected_log_probs(
     ``targets`` are the tokens, and ``kept`` if there is one. ``sizes`` are the elements of a tile, the first id here,
     and V; all ids are here if ``group`` is empty.
     """
-    tokens, kept = _read_targets(targets)
+    tokens, *lists = targets
+    kept = RowVocabularies(*lists) if lists else None
     elements, first, vocabulary = sizes
     outside = (tokens < 0) | (tokens >= vocabulary)
     if bool(outside.any()):
@@ -212,11 +212,6 @@ def _selected_log_probs(
     if group:
         scores = join(scores, group)
     return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
-
-
-def _read_targets(targets: list[Tensor]) -> tuple[Tensor, RowVocabularies | None]:
-    tokens, *kept = targets
-    return tokens, RowVocabularies(*kept) if kept else None
 
 
 @_selected_log_probs.register_fake
@@ -247,7 +242,8 @@ def _selected_log_probs_backward(
 
     ``rows`` are log-sum-exps, entropies and the gradients of log-probs and entropies.
     """
-    tokens, kept = _read_targets(targets)
+    tokens, *lists = targets
+    kept = RowVocabularies(*lists) if lists else None
     elements, first, _ = sizes
     log_sum, spread, grad_log_prob, grad_entropy = rows
     # Rows that a mask leaves out have a gradient of 0: they are dropped before the tiles. NaN is not 0, and stays.
@@ -260,14 +256,13 @@ def _selected_log_probs_backward(
     given = (grad_log_prob[wanted], grad_entropy[wanted])
     with torch.autocast(tokens.device.type, enabled=False):
         grads = backward_tiles(head, tokens[wanted] - first, scores, given, needs, elements)
-    of_hiddens = [g if g is None or every else _spread_rows(g, live) for g in grads.hiddens]
+    of_hiddens = grads.hiddens
+    if not every:
+        of_hiddens = [None if g is None else g.new_zeros(len(live), g.shape[1]) for g in grads.hiddens]
+        for whole, part in zip(of_hiddens, grads.hiddens, strict=True):
+            if whole is not None and part is not None:
+                whole[live] = part
     return [log_sum.new_empty(0) if g is None else g for g in (*of_hiddens, *grads.weights, grads.bias)]
-
-
-def _spread_rows(values: Tensor, where: Tensor) -> Tensor:
-    out = values.new_zeros(len(where), *values.shape[1:])
-    out[where] = values
-    return out
 
 
 @_selected_log_probs_backward.register_fake

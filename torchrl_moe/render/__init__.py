@@ -26,19 +26,9 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "agreement_figure": ".routes",
-            "expert_agreement": ".routes",
-            "expert_figure": ".routes",
-            "expert_load": ".routes",
-            "kept_counts": ".routes",
-            "kept_figure": ".routes",
-            "layer_agreement": ".routes",
-            "load_figure": ".routes",
-            "log_ratio_figure": ".curves",
-            "routes_figure": ".routes",
-            "show_samples": ".tokens",
-            "staleness_figure": ".curves",
-            "timeline_figure": ".curves",
-            "training_figure": ".curves",
+            ".curves": "log_ratio_figure staleness_figure timeline_figure training_figure",
+            ".routes": "agreement_figure expert_agreement expert_figure expert_load kept_counts kept_figure "
+            "layer_agreement load_figure routes_figure",
+            ".tokens": "show_samples",
         },
     )

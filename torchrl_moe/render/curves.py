@@ -1,4 +1,7 @@
-"""Figures of a training run: its curves, log-ratios, staleness, timelines; and the colors that mark things."""
+"""Figures of a training run: its curves, log-ratios, staleness, timelines; and the colors that mark things.
+
+Each function returns a matplotlib figure; without matplotlib it raises an ImportError that names the extra.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# -- colors -----------------------------------------------------------------------------------------------------------
-#
-# Behind text: told apart by people who are color-blind, and legible on a light page and on a dark one.
-#
+# Colors behind text: told apart by people who are color-blind, and legible on a light page and on a dark one.
 # They are Okabe and Ito's, mostly transparent: text keeps the page's own color.
 
 
@@ -77,9 +77,6 @@ def shades(count: int) -> list[Fill]:
     return [Fill(230, 159, 0, round(0.5 * step / max(1, count - 1), 3)) for step in range(count)]
 
 
-# -- the curves of a run ----------------------------------------------------------------------------------------------
-
-
 PHASES = ("generate", "score", "train", "sync")
 Cell: TypeAlias = "str | float | None"
 """Of a table, as measured or as read back from a file; an empty one was not measured."""
@@ -107,9 +104,6 @@ def training_figure(rows: Sequence[Mapping[str, Cell]], title: str = "") -> Figu
             ``dlogp_mean``, ``dlogp_max``, ``length`` and ``seconds_*``; ``dlogp_live``, the mean under the live router,
             is drawn if some row has it.
         title: of the figure.
-
-    Returns:
-        A matplotlib figure.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
 
@@ -156,9 +150,6 @@ def training_figure(rows: Sequence[Mapping[str, Cell]], title: str = "") -> Figu
     return figure
 
 
-# -- log-ratios, versions, phases -------------------------------------------------------------------------------------
-
-
 def log_ratio_figure(
     log_ratios: Mapping[str, npt.ArrayLike], tau: float = 2.0, bins: int = 81, title: str = ""
 ) -> Figure:
@@ -169,9 +160,6 @@ def log_ratio_figure(
         tau: lines are drawn at ``±log τ``; F(τ), arXiv 2510.11370, is the share of tokens beyond them.
         bins: their number, the same for all labels.
         title: of the figure.
-
-    Returns:
-        A matplotlib figure.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above
 
@@ -206,11 +194,7 @@ def staleness_figure(versions: Sequence[npt.ArrayLike], trained: Sequence[int], 
         trained: for each batch, the version that it was trained on; that it is behind is its staleness.
         title: of the figure.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
-        ImportError: matplotlib is missing; the message names the extra.
         ValueError: not a version for each batch, or a token that is newer than it.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
@@ -250,9 +234,6 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figur
     Args:
         rows: with ``replica`` (-1: the trainer), ``phase``, ``start`` and ``seconds``.
         title: of the figure.
-
-    Returns:
-        A matplotlib figure.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above
 

@@ -1,4 +1,8 @@
-"""The experts of rollouts: maps per layer, agreement, loads, heat maps, numbers of kept tokens."""
+"""The experts of rollouts: maps per layer, agreement, loads, heat maps, numbers of kept tokens.
+
+Functions named ``*_figure`` return a matplotlib figure; without matplotlib they raise an ImportError that names the
+extra. Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# -- a map of experts for each layer ----------------------------------------------------------------------------------
-
-
 Routes: TypeAlias = "npt.NDArray[np.integer[Any]]"
 LAYERS = 4
 """How many are drawn if none are named."""
@@ -52,11 +53,7 @@ def routes_figure(
         prompt: tokens of the prompt; a line is drawn after them.
         title: of the figure.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
-        ImportError: matplotlib is missing; the message names the extra.
         ValueError: routes of another shape, no integers, or a layer that there is not.
     """
     from torchrl_moe.render.figures import NotebookFigure, whole_ticks
@@ -64,7 +61,11 @@ def routes_figure(
     rows = np.asarray(routes)
     _checks.check_rank("routes", rows, 3, hint="It is [T, L, K], of one rollout: index the batch first.")
     _checks.check_integer("routes", rows, signed=True)
-    drawn = _spread(rows) if layers is None else list(layers)
+    if layers is None:
+        known = np.flatnonzero((rows[..., 0] >= 0).any(0)) if rows.size else np.zeros(0, int)
+        count = min(LAYERS, len(known))  # evenly apart
+        layers = [int(known[round(at * (len(known) - 1) / max(1, count - 1))]) for at in range(count)]
+    drawn = list(layers)
     for layer in drawn:
         if not 0 <= layer < rows.shape[1]:
             raise ValueError(f"layers must be in 0..{rows.shape[1] - 1}, got {layer}")
@@ -91,26 +92,14 @@ def routes_figure(
     return figure
 
 
-def _spread(rows: Routes) -> list[int]:
-    """Return up to four of the layers that have a route, evenly apart."""
-    known = np.flatnonzero((rows[..., 0] >= 0).any(0)) if rows.size else np.zeros(0, int)
-    if len(known) <= LAYERS:
-        return [int(layer) for layer in known]
-    return [int(known[round(at * (len(known) - 1) / (LAYERS - 1))]) for at in range(LAYERS)]
-
-
-# -- agreement of trainer and engine ----------------------------------------------------------------------------------
-
-
 def layer_agreement(recorded: npt.ArrayLike, live: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Return, for each layer, the share of rows in which both sides choose the same set: float64 ``[L]``.
+
+    It is NaN in layers without a row.
 
     Args:
         recorded: integers ``[..., L, K]``, the engine's choice.
         live: of the same shape, the trainer's. Rows in which either is -1 do not count.
-
-    Returns:
-        NaN in layers without a row.
 
     >>> layer_agreement(np.array([[[0, 1]], [[0, 2]]]), np.array([[[1, 0]], [[2, 3]]]))
     array([0.5])
@@ -136,11 +125,7 @@ def agreement_figure(agreements: Mapping[str, npt.ArrayLike], title: str = "") -
             without a router, is left out.
         title: of the figure.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
-        ImportError: matplotlib is missing; the message names the extra.
         ValueError: values of another rank, or outside of 0..1.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
@@ -163,9 +148,6 @@ def agreement_figure(agreements: Mapping[str, npt.ArrayLike], title: str = "") -
     axes.grid(alpha=0.3)
     legend_above(axes, title or "agreement of trainer and engine")
     return figure
-
-
-# -- kept tokens ------------------------------------------------------------------------------------------------------
 
 
 KEPT = (1, 4, 16, 64)
@@ -222,11 +204,7 @@ def kept_figure(counts: Mapping[str, npt.ArrayLike], vocabulary: int, title: str
         vocabulary: token ids that there are.
         title: of the figure.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
-        ImportError: matplotlib is missing; the message names the extra.
         ValueError: a count is not in 1..vocabulary.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above
@@ -235,7 +213,9 @@ def kept_figure(counts: Mapping[str, npt.ArrayLike], vocabulary: int, title: str
     for label, values in flat.items():
         if values.size and not 1 <= values.min() <= values.max() <= vocabulary:
             raise ValueError(f"{label}: counts must be in 1..{vocabulary}, got {values.min()}..{values.max()}")
-    edges = _edges(vocabulary)
+    # edges of bins between whole numbers, each about twice as wide as the one before
+    powers = [2**power for power in range(max(1, vocabulary).bit_length())]
+    edges = np.array([*(power - 0.5 for power in powers), vocabulary + 0.5])
     figure = NotebookFigure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for label, values in flat.items():
@@ -250,26 +230,12 @@ def kept_figure(counts: Mapping[str, npt.ArrayLike], vocabulary: int, title: str
     return figure
 
 
-def _edges(vocabulary: int) -> npt.NDArray[np.float64]:
-    """Return edges of bins between whole numbers, each about twice as wide as the one before."""
-    powers = [2**power for power in range(max(1, vocabulary).bit_length())]
-    return np.array([*(power - 0.5 for power in powers), vocabulary + 0.5])
-
-
-# -- layers x experts -------------------------------------------------------------------------------------------------
-#
-# Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
-
-
 def expert_load(routes: npt.ArrayLike, num_experts: int) -> npt.NDArray[np.float64]:
-    """Return how much of its layer's load each expert has, over an even share: float64 ``[L, E]``, 1 if even.
+    """Return each expert's load over an even share of its layer's: float64 ``[L, E]``, 1 if even, NaN without a row.
 
     Args:
         routes: integers ``[..., L, K]``, -1 where no expert is known: ``("routed_experts", "full")``.
         num_experts: E.
-
-    Returns:
-        NaN in layers without a row.
 
     >>> expert_load(np.array([[[0, 1]], [[0, 2]]]), num_experts=4)
     array([[2., 1., 1., 0.]])
@@ -281,16 +247,15 @@ def expert_load(routes: npt.ArrayLike, num_experts: int) -> npt.NDArray[np.float
 
 
 def expert_agreement(recorded: npt.ArrayLike, live: npt.ArrayLike, num_experts: int) -> npt.NDArray[np.float64]:
-    """Return, of the rows that one side sent to an expert, the share that the other sent there too: ``[L, E]``.
+    """Return, of the rows that one side sent to an expert, the share that the other sent there too: float64 ``[L, E]``.
+
+    It is NaN for experts that no row was sent to.
 
     Args:
         recorded: integers ``[..., L, K]``, the engine's choice.
         live: of the same shape, the trainer's: what ``TransformersWrapper(replay="R2")`` or ``RouterReplay.record``
             writes. Rows in which either is -1 do not count.
         num_experts: E.
-
-    Returns:
-        float64, NaN for experts that no row was sent to.
 
     >>> expert_agreement(np.array([[[0, 1]], [[0, 2]]]), np.array([[[1, 0]], [[2, 3]]]), num_experts=4)
     array([[0.5, 1. , 1. , nan]])
@@ -312,24 +277,21 @@ def expert_figure(load: npt.ArrayLike, agreement: npt.ArrayLike | None = None, t
         agreement: ``[L, E]`` in 0..1, see :func:`expert_agreement`.
         title: of the figure.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
         ValueError: another rank, or two shapes.
     """
     from torchrl_moe.render.figures import NotebookFigure, whole_ticks
 
-    panels: dict[str, tuple[npt.NDArray[np.float64], float | None, str]] = {}
-    panels["load, 1 = even"] = (np.asarray(load, dtype=np.float64), None, "viridis")
+    panels = {"load, 1 = even": np.asarray(load, dtype=np.float64)}
     if agreement is not None:
-        panels["agreement of trainer and engine"] = (np.asarray(agreement, dtype=np.float64), 1.0, "magma")
-    for name, (values, _, _) in panels.items():
+        panels["agreement of trainer and engine"] = np.asarray(agreement, dtype=np.float64)
+    for name, values in panels.items():
         _checks.check_rank(name, values, 2, hint="It is [L, E], layers x experts.")
-    _checks.check_same_shape({name: values for name, (values, _, _) in panels.items()})
+    _checks.check_same_shape(panels)
     figure = NotebookFigure(figsize=(6 * len(panels), 4), layout="constrained")
     row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (name, (values, top, colors)) in zip(row, panels.items(), strict=True):
+    tops, maps = (None, 1.0), ("viridis", "magma")
+    for axes, (name, values), top, colors in zip(row, panels.items(), tops, maps, strict=False):
         axes.set_facecolor("lightgrey")
         image = axes.imshow(values, aspect="auto", interpolation="nearest", vmin=0.0, vmax=top, cmap=colors)
         axes.set(title=name, xlabel="expert", ylabel="layer")
@@ -359,9 +321,6 @@ def _count(rows: Routes, chosen: npt.NDArray[np.bool_], num_experts: int) -> npt
     return np.bincount(experts, minlength=layers * num_experts).reshape(layers, num_experts).astype(np.float64)
 
 
-# -- loads of replicas ------------------------------------------------------------------------------------------------
-
-
 ROW = 0.07
 """Of the height of the axes, for a row of labels."""
 MOST_ROWS = 8
@@ -383,11 +342,7 @@ def load_figure(
         title: of the figure.
         quantity: what the load is, with its unit.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
-        ImportError: matplotlib is missing; the message names the extra.
         ValueError: seconds that go back.
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above

@@ -24,8 +24,6 @@ __all__ = [
     "show_html",
 ]
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
 
 def number_text(value: float | None) -> str:
     """Return a number in few characters; ``–`` for what is not known.
@@ -48,9 +46,6 @@ def share_text(value: float | None) -> str:
     ['12.3%', '100.0%', '–']
     """
     return "–" if value is None or math.isnan(value) else f"{value:.1%}"
-
-
-# -- tables in notebooks ----------------------------------------------------------------------------------------------
 
 
 CELL = "padding: 0.15em 0.7em; border: none; text-align: {}; white-space: nowrap;"
@@ -81,15 +76,10 @@ def html_table(
 
 
 def _row(tag: str, cells: Sequence[str], rule: str = "") -> str:
-    style = f'style="background: transparent; {rule}"'
-    return f"<tr {style}>{''.join(_cell(tag, position, text) for position, text in enumerate(cells))}</tr>"
-
-
-def _cell(tag: str, position: int, text: str) -> str:
-    return f'<{tag} style="{CELL.format("left" if position < 2 else "right")}">{escape(text)}</{tag}>'
-
-
-# -- tables in terminals ----------------------------------------------------------------------------------------------
+    row = f'<tr style="background: transparent; {rule}">'
+    for position, text in enumerate(cells):
+        row += f'<{tag} style="{CELL.format("left" if position < 2 else "right")}">{escape(text)}</{tag}>'
+    return f"{row}</tr>"
 
 
 WIDTH = 140
@@ -164,9 +154,6 @@ def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         for row in (header, *rows)
     ]
     return "\n".join([title, *lines])
-
-
-# -- rows, and notebooks ----------------------------------------------------------------------------------------------
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:

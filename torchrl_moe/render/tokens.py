@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-# -- the text of a token ----------------------------------------------------------------------------------------------
-
-
 SEEN = {"\n": "↵\n", "\t": "→\t", "\r": "␍"}
 """What stands for a character that would not be seen; a line break breaks the line besides."""
 
@@ -78,18 +75,15 @@ class TokenTexts:
 
     def _decoded(self, tokens: tuple[int, ...]) -> str | None:
         """Return the text of tokens that make whole characters, otherwise ``None``."""
-        if tokens not in self._texts:
-            self._texts[tokens] = self._decode(tokens)
-        return self._texts[tokens]
-
-    def _decode(self, tokens: tuple[int, ...]) -> str | None:
         if self._tokenizer is None:
             return "".join(f"{token} " for token in tokens)
-        try:
-            text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
-        except OUTSIDE:
-            return None
-        return None if not text or "\ufffd" in text else text
+        if tokens not in self._texts:
+            try:
+                text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+            except OUTSIDE:
+                text = ""
+            self._texts[tokens] = None if not text or "\ufffd" in text else text
+        return self._texts[tokens]
 
     def _name(self, token: int) -> str:
         """Return what the tokenizer calls a token that is no character."""
@@ -104,13 +98,11 @@ def _seen(char: str) -> str:
     return SEEN.get(char) or (char if char.isprintable() else char.encode("unicode_escape").decode("ascii"))
 
 
-# -- a rollout as plain data ------------------------------------------------------------------------------------------
-#
-# ``read_samples`` finds the tokens in a tensordict by its keys; it imports neither tensordict nor an engine.
+# A rollout as plain data: ``read_samples`` finds the tokens in a tensordict by its keys.
 
 
-Part = str
-"""``prompt``, ``response`` (sampled), or ``observation``: neither, after the first sampled token."""
+Part = Literal["prompt", "response", "observation"]
+"""``response`` was sampled, ``observation`` is neither, after the first sampled token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,30 +190,36 @@ def _read(index: int, row: TensorDictBase, keys: Mapping[str, str], most: int, t
     prompts = 0 if prompt is None else int(real[: len(prompt)].sum())
     # which part each token is of, then which tokens are shown, then what is known of those
     sampled = _sampled(int(real.sum()), versions, assistant, log_probs, prompts)
-    parts = _parts(sampled)
+    start = int(sampled.argmax()) if sampled.any() else len(sampled)
+    parts: list[Part] = [
+        "response" if is_sampled else "prompt" if at < start else "observation" for at, is_sampled in enumerate(sampled)
+    ]
     real_ids = ids[real].tolist()
     shown = _shown(parts, most)
-    positions = [at for at in shown if at >= 0]
-    written = dict(zip(positions, texts.of([real_ids[at] for at in positions]), strict=True))
-
-    def token(at: int, token_id: int) -> ShownToken:
-        return ShownToken(
+    written = iter(texts.of([real_ids[at] for at in shown if at >= 0]))
+    tokens: list[ShownToken | int] = []
+    for at in shown:
+        if at < 0:
+            tokens.append(-at)
+            continue
+        experts = {} if routes is None else dict(enumerate(routes[at].tolist()))
+        token = ShownToken(
             position=at,
-            id=token_id,
-            text=written[at],
-            special=texts.is_special(token_id),
+            id=real_ids[at],
+            text=next(written),
+            special=texts.is_special(real_ids[at]),
             part=parts[at],
             log_prob=float(log_probs[at]) if log_probs is not None and math.isfinite(log_probs[at]) else None,
             version=int(versions[at]) if versions is not None and versions[at] >= 0 else None,
-            experts={} if routes is None else _experts(routes[at]),
+            experts={layer: tuple(e for e in chosen if e >= 0) for layer, chosen in experts.items() if chosen[0] >= 0},
             kept=None if not sampled[at] else 0 if sizes is None else int(sizes[at]),
         )
-
+        tokens.append(token)
     reward = row.get(("next", "reward"), None)
     return TokenSample(
         index=index,
-        tokens=[-at if at < 0 else token(at, real_ids[at]) for at in shown],
-        counts={part: parts.count(part) for part in ("prompt", "response", "observation")},
+        tokens=tokens,
+        counts={part: parts.count(part) for part in get_args(Part)},
         reward=None if reward is None else float(_array(reward).sum()),
     )
 
@@ -244,13 +242,6 @@ def _sampled(
     return after if prompts or log_probs is None else np.isfinite(log_probs)
 
 
-def _parts(sampled: Array) -> list[Part]:
-    first = int(sampled.argmax()) if sampled.any() else len(sampled)
-    return [
-        "response" if is_sampled else "prompt" if at < first else "observation" for at, is_sampled in enumerate(sampled)
-    ]
-
-
 def _shown(parts: Sequence[Part], most: int) -> list[int]:
     """Return the positions that are shown; ``-n`` stands for n that are not."""
     # a quarter for the prompt, more if the rest needs less; then both ends of what follows
@@ -266,10 +257,6 @@ def _shown(parts: Sequence[Part], most: int) -> list[int]:
         *([-hidden[1]] if hidden[1] else []),
         *range(len(parts) - tail, len(parts)),
     ]
-
-
-def _experts(row: Array) -> dict[int, tuple[int, ...]]:
-    return {layer: tuple(e for e in experts if e >= 0) for layer, experts in enumerate(row.tolist()) if experts[0] >= 0}
 
 
 # -- what colors mean -------------------------------------------------------------------------------------------------
@@ -379,27 +366,23 @@ def print_samples(samples: Sequence[TokenSample], scale: Scale) -> None:
 
 def samples_text(samples: Sequence[TokenSample], scale: Scale) -> str:
     """Return rollouts as lines of text: the part and the label of a run of tokens, and what it says."""
-    legend = ", ".join(scale.fills) or "not known"
-    lines = [f"{scale.title}: {legend}"]
-    for sample in samples:
-        lines.append(sample.title)
-        rows = list(_runs(sample, scale))
-        width = max((len(head) for head, _ in rows), default=0)
-        lines += [f"  {head.ljust(width)}  {text}" for head, text in rows]
-    return "\n".join(lines)
 
-
-def _runs(sample: TokenSample, scale: Scale) -> Iterator[tuple[str, str]]:
     def head(token: ShownToken | int) -> str:
         if isinstance(token, int):
             return "…"
         label = scale.label(token)
         return token.part if label is None else f"{token.part}, {label}"
 
-    for name, run in groupby(sample.tokens, key=head):
-        tokens = list(run)
-        texts = [f"{token} more tokens" if isinstance(token, int) else token.text for token in tokens]
-        yield name, "".join(texts).replace("\n", "")  # a line break is seen: ↵
+    lines = [f"{scale.title}: {', '.join(scale.fills) or 'not known'}"]
+    for sample in samples:
+        lines.append(sample.title)
+        rows = []
+        for name, run in groupby(sample.tokens, key=head):
+            texts = [f"{token} more tokens" if isinstance(token, int) else token.text for token in run]
+            rows.append((name, "".join(texts).replace("\n", "")))  # a line break is seen: ↵
+        width = max((len(name) for name, _ in rows), default=0)
+        lines += [f"  {name.ljust(width)}  {text}" for name, text in rows]
+    return "\n".join(lines)
 
 
 def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Text]:
@@ -440,11 +423,6 @@ SHOWN_LAYERS = 8
 
 def samples_html(samples: Sequence[TokenSample], scale: Scale, layer: int | None = None) -> str:
     """Return rollouts as HTML, with a hover title on each token: no script, no color of text, every text escaped."""
-    body = "\n".join(_sample(sample, scale, layer) for sample in samples)
-    return f'<div style="color:inherit;background:transparent;">{_legend(samples, scale)}\n{body}</div>'
-
-
-def _legend(samples: Sequence[TokenSample], scale: Scale) -> str:
     labels = [scale.label(token) for sample in samples for token in sample.shown]
     entries = [
         f'<span style="background:{fill.css};padding:0 0.4em;">{escape(label)}</span> ({labels.count(label)})'
@@ -454,7 +432,9 @@ def _legend(samples: Sequence[TokenSample], scale: Scale) -> str:
         f'<span style="{MARKER}padding:0 0.4em;">special token</span> '
         f'<span style="{OBSERVED}padding:0 0.4em;">not sampled, after the prompt</span>'
     )
-    return f"<div>{escape(scale.title)}: {' '.join(entries) or 'not known'} &nbsp; {marks}</div>"
+    legend = f"<div>{escape(scale.title)}: {' '.join(entries) or 'not known'} &nbsp; {marks}</div>"
+    body = "\n".join(_sample(sample, scale, layer) for sample in samples)
+    return f'<div style="color:inherit;background:transparent;">{legend}\n{body}</div>'
 
 
 def _sample(sample: TokenSample, scale: Scale, layer: int | None) -> str:
@@ -468,18 +448,15 @@ def _sample(sample: TokenSample, scale: Scale, layer: int | None) -> str:
             broken = "" if not part or last.endswith("\n") else "<br>"
             part = token.part
             pieces.append(f'{broken}<span style="{LABEL}">[{part}] </span>')
-        pieces.append(_token(token, scale, layer))
         last = token.text
+        fill = scale.fill(token)
+        style = f"background:{fill.css};" if fill is not None and fill.alpha else ""
+        style += (MARKER if token.special else "") + (OBSERVED if token.part == "observation" else "")
+        styled = f' style="{style}"' if style else ""
+        hover = escape(describe(token, layer)).replace("\n", "&#10;")
+        pieces.append(f'<span title="{hover}"{styled}>{escape(last)}</span>')
     title = f'<div style="margin-top:0.6em;"><b>{escape(sample.title)}</b></div>'
     return f'{title}<div style="{BLOCK}">{"".join(pieces)}</div>'
-
-
-def _token(token: ShownToken, scale: Scale, layer: int | None) -> str:
-    fill = scale.fill(token)
-    style = f"background:{fill.css};" if fill is not None and fill.alpha else ""
-    style += (MARKER if token.special else "") + (OBSERVED if token.part == "observation" else "")
-    title = escape(describe(token, layer)).replace("\n", "&#10;")
-    return f'<span title="{title}"{f" style={chr(34)}{style}{chr(34)}" if style else ""}>{escape(token.text)}</span>'
 
 
 def describe(token: ShownToken, layer: int | None = None) -> str:
@@ -498,9 +475,6 @@ def describe(token: ShownToken, layer: int | None = None) -> str:
     return "\n".join([*lines, *([f"and {hidden} more layers"] if hidden > 0 else [])])
 
 
-# -- both -------------------------------------------------------------------------------------------------------------
-
-
 MOST_TOKENS = 256
 
 
@@ -517,8 +491,8 @@ def show_samples(
 ) -> None:
     """Show the last rollouts of a batch token by token, colored by what is known of each token.
 
-    In a notebook a hover title says of a token its id, text, log-prob, version, number of kept tokens, and experts. In
-    a terminal it is rich that colors, and without rich, or in a file, each run of one label is a line.
+    In a notebook a hover title says all that is known. In a terminal rich colors; without it, or in a file, each run of
+    one label is a line.
 
     Args:
         td: rollouts of any batch size, of ``vLLMWrapper`` or a collector, padded or not; it is not changed.

@@ -19,12 +19,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "Manifest": ".manifest",
-            "TensorEntry": ".manifest",
-            "WeightStoreReader": ".reader",
-            "WeightStoreWriter": ".writer",
-            "adapter_tensors": ".reader",
-            "check_tensors": ".manifest",
-            "copy_adapter": ".reader",
+            ".manifest": "Manifest TensorEntry check_tensors",
+            ".reader": "WeightStoreReader adapter_tensors copy_adapter",
+            ".writer": "WeightStoreWriter",
         },
     )

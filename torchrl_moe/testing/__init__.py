@@ -19,12 +19,10 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "ByteTokenizer": ".byte_tokenizer",
-            "FakeAsyncVLLM": ".fake_engine",
-            "Noise": ".noise",
-            "NoisyModel": ".noise",
-            "conformance": "",
-            "make_tiny_moe": ".tiny_moe",
-            "without_kept_tokens": ".noise",
+            "": "conformance",
+            ".byte_tokenizer": "ByteTokenizer",
+            ".fake_engine": "FakeAsyncVLLM",
+            ".noise": "Noise NoisyModel without_kept_tokens",
+            ".tiny_moe": "make_tiny_moe",
         },
     )

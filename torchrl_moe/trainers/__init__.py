@@ -26,22 +26,10 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "CheckpointConfig": ".config",
-            "ConfigError": ".config",
-            "DataConfig": ".config",
-            "EngineConfig": ".config",
-            "EvalConfig": ".config",
-            "GRPOConfig": ".config",
-            "HardwareConfig": ".config",
-            "LoRAConfig": ".config",
-            "LogConfig": ".config",
-            "LossConfig": ".config",
-            "MoEGRPOTrainer": ".grpo_trainer",
-            "ModelConfig": ".config",
-            "OptimConfig": ".config",
-            "PlacementConfig": ".config",
-            "RolloutConfig": ".config",
-            "RunPlan": ".plan",
-            "load_config": ".compose",
+            ".compose": "load_config",
+            ".config": "CheckpointConfig ConfigError DataConfig EngineConfig EvalConfig GRPOConfig HardwareConfig "
+            "LoRAConfig LogConfig LossConfig ModelConfig OptimConfig PlacementConfig RolloutConfig",
+            ".grpo_trainer": "MoEGRPOTrainer",
+            ".plan": "RunPlan",
         },
     )

@@ -22,14 +22,11 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "SyncReport": ".report",
-            "VLLMDoubleBufferSyncScheme": ".double_buffer",
-            "VLLMDoubleBufferTransport": ".double_buffer",
-            "VLLMDoubleBufferWeightReceiver": ".double_buffer",
-            "VLLMDoubleBufferWeightSender": ".double_buffer",
-            "VLLMWeightReceiver": ".sender",
-            "VLLMWeightSender": ".sender",
-            "VLLMWeightSyncScheme": ".scheme",
-            "get_model_metadata": ".source",
+            ".double_buffer": "VLLMDoubleBufferSyncScheme VLLMDoubleBufferTransport VLLMDoubleBufferWeightReceiver "
+            "VLLMDoubleBufferWeightSender",
+            ".report": "SyncReport",
+            ".scheme": "VLLMWeightSyncScheme",
+            ".sender": "VLLMWeightReceiver VLLMWeightSender",
+            ".source": "get_model_metadata",
         },
     )

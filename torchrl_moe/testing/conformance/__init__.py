@@ -24,15 +24,9 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "CHECKS": ".checks",
-            "Answer": ".adapter",
-            "CheckResult": ".report",
-            "ConformanceReport": ".report",
-            "EngineAdapter": ".adapter",
-            "NotOffered": ".adapter",
-            "Sampling": ".adapter",
-            "ServiceAdapter": ".trial",
-            "Settings": ".report",
-            "check": ".checks",
+            ".adapter": "Answer EngineAdapter NotOffered Sampling",
+            ".checks": "CHECKS check",
+            ".report": "CheckResult ConformanceReport Settings",
+            ".trial": "ServiceAdapter",
         },
     )
