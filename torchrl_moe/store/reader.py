@@ -179,13 +179,6 @@ class VersionTensors(Mapping[str, Tensor]):
         self._manifest = chain[0][0]
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._made(name)
-        if self._verify:
-            content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-            check_digest(self._manifest.version, self._manifest.by_name[name], content.data)
-        return tensor
-
-    def _made(self, name: str) -> Tensor:
         # from the newest file back to one that holds all elements
         patches: list[tuple[TensorEntry, MappedFile]] = []
         kind = self._manifest.tensors[name]
@@ -200,12 +193,14 @@ class VersionTensors(Mapping[str, Tensor]):
                 patches.append((entry, file))
         else:
             raise ManifestMismatch(f"version {self._manifest.version} is a patch, of which {name} has no beginning")
-        if not patches:
-            return tensor
         # and forward again
-        tensor = tensor.clone()
+        if patches:
+            tensor = tensor.clone()
         for entry, file in reversed(patches):
             patch(tensor.reshape(-1).view(torch.uint8).numpy(), entry, file.stored(entry))
+        if self._verify:
+            content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+            check_digest(self._manifest.version, self._manifest.by_name[name], content.data)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -46,12 +46,7 @@ class Check:
     name: str
     find: Callable[[Trial], Finding]
     advice: str
-    meaning: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.meaning:
-            first = (self.find.__doc__ or "").splitlines()[0]
-            object.__setattr__(self, "meaning", first[:1].lower() + first[1:].rstrip("."))
+    meaning: str
 
 
 _checks: list[Check] = []
@@ -61,13 +56,11 @@ def checked(advice: str) -> Callable[[Callable[[Trial], Finding]], Callable[[Tri
     """Add a function to :data:`CHECKS` under its own name."""
 
     def add(find: Callable[[Trial], Finding]) -> Callable[[Trial], Finding]:
-        _checks.append(Check(find.__name__, find, advice))
+        first = (find.__doc__ or "").splitlines()[0]
+        _checks.append(Check(find.__name__, find, advice, first[:1].lower() + first[1:].rstrip(".")))
         return find
 
     return add
-
-
-# Checks of the form of routes: rows, dtype, layers without a router, the last token, values.
 
 
 @checked("return the rows of prompt and answer, except for the last token: a row too few or too many shifts all others")
@@ -137,9 +130,6 @@ def values(trial: Trial) -> Finding:
         if bad.any() and not example:
             example = f", such as {found[bad][0].tolist()}"
     return Finding(faulty, 0, f"rows of {total} with an expert outside 0..{layout.num_experts - 1}, or twice{example}")
-
-
-# Checks that routes are correct: for plain answers, cached prompts, chunked prompts and several samples.
 
 
 @checked(
@@ -240,9 +230,6 @@ def _differing(trial: Trial, one: Sampled, two: Sampled, tokens: int) -> int:
     return int((left[:rows] != right[:rows]).any(-1).sum())
 
 
-# Checks that log-probs are of the sampled distribution, under every setting that changes it.
-
-
 SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
     {
         "plain": Sampling(),
@@ -292,9 +279,6 @@ _checks += [
 ]
 
 
-# Checks of answers that are aborted, and that continue afterwards.
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """An aborted answer, the complete answer that it became, and a judge with the weights that made its second part."""
@@ -312,8 +296,12 @@ def resumed(trial: Trial) -> Resumed:
         raise NotOffered("the adapter has no resume(prompt, answer, sampling)")
     part = trial.once(cut_midway)
     # With other weights in between, rows that are computed again differ from those that were delivered.
+    has_other_weights = True
     try:
-        has_other_weights = _switched(trial)
+        try:
+            trial.switch_weights()
+        except NotOffered:
+            has_other_weights = False
         judge = trial.judge_now
         resuming = in_thread(lambda: engine.resume(part.prompt, part.answer, part.sampling))
         answer = result(resuming, trial.settings.patience)
@@ -383,20 +371,8 @@ def resumed_tail(trial: Trial) -> Finding:
     )
 
 
-def _switched(trial: Trial) -> bool:
-    """Change the engine's weights, if it takes new ones; return whether it did."""
-    try:
-        trial.switch_weights()
-    except NotOffered:
-        return False
-    return True
-
-
 def _places_that_differ(one: list[int], two: list[int]) -> int:
     return int(np.sum(np.array(one) != np.array(two)))
-
-
-# Checks of weight updates: answers after an update, and answers that continue over one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,11 +504,13 @@ def check(
     Raises:
         ValueError: ``only`` names an unknown check.
     """
-    chosen = _chosen(only)  # before a model is loaded
+    names = {one.name for one in CHECKS} if only is None else set(only)
+    if unknown := sorted(names - {one.name for one in CHECKS}):  # before a model is loaded
+        raise ValueError(f"no checks {unknown}; there are {[one.name for one in CHECKS]}")
     trial = open_trial(adapter, model, layout, settings)
     lost: tuple[CheckResult, ...] = ()
     try:
-        results = tuple(run_check(one, trial) for one in chosen)
+        results = tuple(run_check(one, trial) for one in CHECKS if one.name in names)
     finally:
         lost = _closed(trial)
     return ConformanceReport(str(getattr(adapter, "name", type(adapter).__name__)), (*results, *lost))
@@ -547,7 +525,7 @@ def open_trial(
     """Return what :func:`run_check` needs, to be closed by the caller; arguments as of :func:`check`."""
     from transformers import AutoModelForCausalLM
 
-    from torchrl_moe.testing.conformance.reference import Reference
+    from torchrl_moe.testing.conformance.judge import Reference
     from torchrl_moe.testing.conformance.trial import Trial
 
     if isinstance(model, str | Path):
@@ -589,13 +567,3 @@ def _closed(trial: Trial) -> tuple[CheckResult, ...]:
             ),
         )
     return ()
-
-
-def _chosen(only: Iterable[str] | None) -> tuple[Check, ...]:
-    if only is None:
-        return CHECKS
-    names = list(only)
-    unknown = sorted(set(names) - {one.name for one in CHECKS})
-    if unknown:
-        raise ValueError(f"no checks {unknown}; there are {[one.name for one in CHECKS]}")
-    return tuple(one for one in CHECKS if one.name in names)
