@@ -205,11 +205,9 @@ class Publisher:
             self._writer.close()
             self._writer = None
         if self._writer is None:
-            self._writer = self._new_writer(self._store)
+            store = self._store
+            self._writer = WeightStoreWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
         return self._writer
-
-    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter:
-        return WeightStoreWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
 
     def _canary(self, weights: Weights | None) -> Canary | None:
         """Return the canary of the model that is sent; tensors without a model have none."""
@@ -265,6 +263,3 @@ class AdapterPublisher(Publisher):
 
     def _kinds(self, source: Source) -> Kinds:
         return source.kinds
-
-    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter:
-        return WeightStoreWriter(store.folder, store.keep_versions)

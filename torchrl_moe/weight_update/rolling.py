@@ -405,7 +405,7 @@ class RollingSwap:
 
     def _causes(self, failed: Iterable[int]) -> str:
         """Return for each replica that is gone why, where its log is, and why it is not restarted."""
-        gone = [entry for entry in map(self._table.__getitem__, failed) if entry.state not in SYNCABLE]
+        gone = [entry for index in failed if (entry := self._table[index]).state not in SYNCABLE]
         if not gone:
             return ""
         causes = [f". Replica {one.index}: {one.last_error}. Its log: {one.replica.log_path}" for one in gone]

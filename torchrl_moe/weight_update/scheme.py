@@ -131,6 +131,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         one_of("verify", verify, ("digest", "canary", "off"))
         if prefetch < 1:
             raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
+        # every option is checked before anything is made: each group by itself, then with the transport
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
@@ -149,8 +150,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             one_of("delta, unless True or False,", delta, ("auto",))
         if delta is True and transport != "memmap":
             raise ValueError(f"delta=True needs transport='memmap': {transport!r} sends whole versions")
+        # patches are for weights in a folder that is not in memory; it may not be there yet
         if delta == "auto":
-            delta = transport == "memmap" and folder is not None and not is_in_memory(Path(folder))
+            delta = transport == "memmap" and lora == "merged" and folder is not None and not is_in_memory(Path(folder))
         # Checked under a stand-in for the folder: a refused scheme must not leave a new one in /dev/shm.
         known = Path("." if folder is None else folder)
         store = StoreOptions(folder=known, seen_as=known, keep_versions=keep_versions, fsync=fsync, delta=delta)

@@ -183,7 +183,10 @@ def prefix_cache(trial: Trial) -> Finding:
     off, others = faults.count, ""
     # without a model nothing says which rows are wrong: the rows of the first time are the comparison
     if faults.wrong is None:
-        differing = _differing(trial, cold, warm, len(warm.prompt))
+        layers = list(trial.judge.layout.moe_layers)
+        left, right = (np.sort(trial.judge.routes(one)[: len(warm.prompt), layers]) for one in (cold, warm))
+        count = min(len(left), len(right))  # missing rows are counted already
+        differing = int((left[:count] != right[:count]).any(-1).sum())
         off, others = off + differing, f"; {differing} differ from those of the first time"
     return Finding(off, 0, f"faults with {cached} of {len(warm.prompt)} tokens cached, {faults.text}{others}")
 
@@ -220,14 +223,6 @@ def samples(trial: Trial) -> Finding:
         f"faults in {len(answers)} answers: {missing} rows missing, {wrong} wrong; {shared} pairs of different answers "
         "with the same rows",
     )
-
-
-def _differing(trial: Trial, one: Sampled, two: Sampled, tokens: int) -> int:
-    """Count the rows (token, layer) of the leading tokens in which two answers have different experts."""
-    layers = list(trial.judge.layout.moe_layers)
-    left, right = (np.sort(trial.judge.routes(sampled)[:tokens, layers]) for sampled in (one, two))
-    rows = min(len(left), len(right))  # missing rows are counted elsewhere
-    return int((left[:rows] != right[:rows]).any(-1).sum())
 
 
 SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
@@ -375,28 +370,6 @@ def _places_that_differ(one: list[int], two: list[int]) -> int:
     return int(np.sum(np.array(one) != np.array(two)))
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """Answers to one prompt before and after a weight update, the judge of the second, and the engine's versions."""
-
-    before: Sampled
-    after: Sampled
-    judge: Judge
-    versions: tuple[int | None, int | None]
-
-
-def updated(trial: Trial) -> Updated:
-    """Send a long prompt, update the weights, and send it again; the model's own weights are restored afterwards."""
-    # a long prompt, so that an engine with a prefix cache has old blocks to reuse by mistake
-    prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
-    before, version = trial.ask([prompt], sampling)[0], trial.version()
-    try:
-        judge = trial.judge.by(trial.switch_weights())
-        return Updated(before, trial.ask([prompt], sampling)[0], judge, (version, trial.version()))
-    finally:
-        trial.restore_weights()
-
-
 @checked("label each token with the version of the weights that made it")
 def versions(trial: Trial) -> Finding:
     """Every token has a version, that of the engine's weights."""
@@ -414,11 +387,18 @@ def versions(trial: Trial) -> Finding:
 @checked("send every tensor, buffers too, and drop the prefix cache (or salt it by version) with each update")
 def update(trial: Trial) -> Finding:
     """After an update answers come from the new weights, also for a prompt that is cached from the old ones."""
-    found = trial.once(updated)
-    off = found.judge.gap(found.after)[0]
-    stale = trial.judge.gap(found.after)[0]
+    # a long prompt, so that an engine with a prefix cache has old blocks to reuse by mistake
+    prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
+    trial.ask([prompt], sampling)
+    old = trial.version()
+    try:
+        judge = trial.judge.by(trial.switch_weights())
+        after, new = trial.ask([prompt], sampling)[0], trial.version()
+    finally:
+        trial.restore_weights()
+    off = judge.gap(after)[0]
+    stale = trial.judge.gap(after)[0]
     allowed = trial.settings.tolerance
-    old, new = found.versions
     # new weights under an old version would be stored as the old policy's
     if old is not None and new is not None and new <= old:
         off = float("inf")
@@ -430,7 +410,7 @@ def update(trial: Trial) -> Finding:
         off,
         allowed,
         f"largest difference of log-probs after an update (of the old weights: {stale:.1e}); "
-        f"{found.after.answer.num_cached_tokens} tokens of the prompt cached; version {old}, then {new}",
+        f"{after.answer.num_cached_tokens} tokens of the prompt cached; version {old}, then {new}",
     )
 
 

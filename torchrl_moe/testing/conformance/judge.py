@@ -188,6 +188,10 @@ class Sampled:
     def versions(self) -> list[int]:
         return [int(value) for value in self._of_each_token("versions", self.answer.versions)]
 
+    def scored(self, logits: Tensor) -> Tensor:
+        """Log-probs ``[G]`` of the answer's tokens by a model's logits ``[T, V]``, sampled as they were."""
+        return sampled_log_probs(logits, self.ids, len(self.prompt), self.sampling)
+
     def _of_each_token(self, name: str, values: Values | None) -> Values:
         if values is None:
             raise NotOffered(f"answers have no {name}")
@@ -306,18 +310,16 @@ class Judge:
 
         The model chooses its own routes. Only at a tie it follows the engine.
         """
-        given = sampled.log_probs
-        prompt = len(sampled.prompt)
+        given, prompt = sampled.log_probs, len(sampled.prompt)
         logits = self.reference.logits(sampled.ids)
-        off = self._distance(given, logits, sampled)
+        processed = sampled.scored(logits)
         # Rounding may have decided a tie otherwise in the engine: its choice is then as right as the model's.
-        if off > self.settings.tolerance and sampled.answer.routed_experts is not None:
+        if _largest(given - processed) > self.settings.tolerance and sampled.answer.routed_experts is not None:
             sided = self._sided(sampled)
             if sided is not None:
-                logits = sided
-                off = self._distance(given, logits, sampled)
+                logits, processed = sided, sampled.scored(sided)
         own = logits[prompt - 1 : -1].log_softmax(-1).gather(1, sampled.ids[prompt:, None])[:, 0]
-        return off, _largest(own - sampled_log_probs(logits, sampled.ids, prompt, sampled.sampling))
+        return _largest(given - processed), _largest(own - processed)
 
     def fitting(self, sampled: Sampled) -> int:
         """Return how many leading tokens of a plain answer have log-probs of these weights; ties as in :meth:`gap`."""
@@ -326,12 +328,8 @@ class Judge:
         return count if sided is None else max(count, self._fitting(sided, sampled))
 
     def _fitting(self, logits: Tensor, sampled: Sampled) -> int:
-        own = sampled_log_probs(logits, sampled.ids, len(sampled.prompt), sampled.sampling)
-        other = ((own - sampled.log_probs).abs() > self.settings.tolerance).nonzero()
-        return int(other[0]) if len(other) else len(own)
-
-    def _distance(self, given: Tensor, logits: Tensor, sampled: Sampled) -> float:
-        return _largest(given - sampled_log_probs(logits, sampled.ids, len(sampled.prompt), sampled.sampling))
+        other = ((sampled.scored(logits) - sampled.log_probs).abs() > self.settings.tolerance).nonzero()
+        return int(other[0]) if len(other) else len(sampled.tokens)
 
     def _sided(self, sampled: Sampled) -> Tensor | None:
         """Return logits of the model that follows the engine only in tied rows; ``None`` if there are none."""

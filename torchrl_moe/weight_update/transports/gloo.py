@@ -38,7 +38,7 @@ from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapRepor
 from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader
 from torchrl_moe.store.content import Bytes, check_digest
 from torchrl_moe.store.folder import at_end
-from torchrl_moe.weight_update.transports.base import StageOptions, asked, workers_of
+from torchrl_moe.weight_update.transports.base import StageOptions, workers_of
 
 MEETING_POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most
 
@@ -328,7 +328,12 @@ class GlooTransport:
         try:
             if replica not in self._groups:
                 self.open(replica, timeout)
-            with self._reader.flat(manifest) as (whole, flat), asked(replica, whole, options, timeout) as answer:
+            with self._reader.flat(manifest) as (whole, flat):
+                # the replica waits for the bytes while it answers, so it is asked in a thread
+                caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
+                what = (whole.version, options.verify, options.threads, whole.to_json())
+                answer = caller.submit(lambda: replica.call(Engine.stage_weights, timeout, *what))
+                caller.shutdown(wait=False)  # the thread ends with its job
                 try:
                     self._send(self._groups[replica], whole, flat, answer, deadline)
                     return answer.result(max(deadline - time.monotonic(), 0))
@@ -336,10 +341,7 @@ class GlooTransport:
                     raise SyncTimeout(f"{name} did not arrive within {timeout:g} s: {error}") from None
                 except RuntimeError as error:  # of gloo, which knows only that a connection broke
                     self._drop(replica)
-                    own = None  # the replica's error, if it comes in time
-                    with contextlib.suppress(TimeoutError):
-                        own = answer.exception(GRACE_SECONDS)
-                    raise (own or WeightSyncError(f"{name} was not sent: {error}")) from None
+                    raise (_error_of(answer) or WeightSyncError(f"{name} was not sent: {error}")) from None
         except BaseException:
             self._drop(replica)
             raise
@@ -347,6 +349,7 @@ class GlooTransport:
     def _send(
         self, group: GlooGroup, manifest: Manifest, flat: Bytes, answer: Future[StageReport], deadline: float
     ) -> None:
+        # nothing is sent to a replica that will not read: it may refuse the version, and would be waited for
         while not group.all_ready():
             if answer.done():
                 answer.result()
@@ -370,6 +373,13 @@ class GlooTransport:
         for replica in list(self._groups):
             self._drop(replica)
         self._place.close()
+
+
+def _error_of(answer: Future[StageReport]) -> BaseException | None:
+    """Return a replica's own error for a transfer that failed, if it comes in time."""
+    with contextlib.suppress(TimeoutError):
+        return answer.exception(GRACE_SECONDS)
+    return None
 
 
 class GlooReceiver:

@@ -147,6 +147,7 @@ class NCCLTransport:
         self._timeout = timeout
         workers = workers_of(replica.wait_ready(timeout))
         source, client = StoredVersion(self._reader, self._device), Client(replica, timeout)
+        # each replica has a meeting of its own
         if self._port:
             port = self._port + replica.index
         else:

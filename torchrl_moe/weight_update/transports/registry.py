@@ -68,8 +68,10 @@ def open_transport(
     **of_nccl: Any,
 ) -> Transport:
     """Return the trainer's end of a transport; ``of_nccl``: further arguments of that one."""
-    if name == "memmap" or name == "adapter":
-        return MemmapTransport(seen_as or folder, name)
+    if name == "memmap":
+        return MemmapTransport(seen_as or folder)
+    if name == "adapter":
+        return MemmapTransport(seen_as or folder, "adapter")
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
