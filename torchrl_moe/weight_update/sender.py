@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import torch
 from tensordict import TensorDict
@@ -29,9 +29,6 @@ from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, wai
 from torchrl_moe.weight_update.source import Kinds, Weights, check_metadata, is_first
 from torchrl_moe.weight_update.transports.base import Transport, workers_of
 from torchrl_moe.weight_update.transports.registry import open_transport
-
-if TYPE_CHECKING:
-    from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
 
 def engine_of(vllm_engine: object) -> GenerationService:
@@ -65,6 +62,15 @@ def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds
     raise NoReplicaError(f"no replica serves: {engine!r}")
 
 
+class Scheme(Protocol):
+    """What sender, receiver and transport use of the scheme that made them."""
+
+    options: SyncOptions
+
+    def create_sender(self) -> VLLMWeightSender: ...
+    def shutdown(self) -> None: ...
+
+
 class CountsUpdates(Protocol):
     """A collector, as far as it is notified of updates."""
 
@@ -84,7 +90,7 @@ class VLLMWeightSender:
         sender.shutdown()
     """
 
-    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
+    def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
         self.options = options = scheme.options
         self.version = 0
@@ -458,7 +464,7 @@ class VLLMWeightReceiver:
         version: of the engine's weights at the last poll.
     """
 
-    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: object) -> None:
+    def __init__(self, scheme: Scheme, vllm_engine: object) -> None:
         self._scheme = scheme
         self._engine: GenerationService = engine_of(vllm_engine)
         self.version: int = self._engine.replica_table.latest_version
@@ -516,7 +522,7 @@ class SenderTransport:
         vllm_engine: passed to the sender by :meth:`init_all_workers_group`; may be set later.
     """
 
-    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: object = None) -> None:
+    def __init__(self, scheme: Scheme, vllm_engine: object = None) -> None:
         self._scheme, self.vllm_engine = scheme, vllm_engine
         self._sender: VLLMWeightSender | None = None
         self._store = WeightStoreReader(scheme.options.store.seen_as)
