@@ -113,16 +113,16 @@ class Manifest:
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for some in in_lines(self.entries) for entry in some)
+        return sum(entry.nbytes for entry in one_by_one(self.entries))
 
     @cached_property
     def extent(self) -> int:
         """Bytes of the file that its tensors reach into."""
-        return max((entry.end for some in in_lines(self.entries) for entry in some), default=0)
+        return max((entry.end for entry in one_by_one(self.entries)), default=0)
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
-        return {entry.name: entry for some in in_lines(self.entries) for entry in some}
+        return {entry.name: entry for entry in one_by_one(self.entries)}
 
     @cached_property
     def digest(self) -> str:
@@ -134,10 +134,7 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> dict[str, TensorKind]:
-        kinds: dict[str, TensorKind] = {}
-        for some in in_lines(self.entries):
-            kinds.update((entry.name, _kind(entry.dtype, entry.shape)) for entry in some)
-        return kinds
+        return {entry.name: _kind(entry.dtype, entry.shape) for entry in one_by_one(self.entries)}
 
     @cached_property
     def _text(self) -> str:
@@ -193,6 +190,12 @@ def in_lines(items: Sequence[T]) -> Iterator[Sequence[T]]:
         if start:
             yield_interpreter()
         yield items[start : start + LINE_TENSORS]
+
+
+def one_by_one(items: Sequence[T]) -> Iterator[T]:
+    """Yield items one by one, and release the GIL after as many as a line of the text holds."""
+    for some in in_lines(items):
+        yield from some
 
 
 @lru_cache(maxsize=4096)
@@ -272,6 +275,7 @@ def _parsed(text: bytes) -> Manifest:
         if fields["manifest"] != FORMAT:
             raise ValueError(f"format {fields['manifest']!r}, this release reads {FORMAT!r}")
         version: int = msgspec.json.decode(fields["version"], type=Count)
+        # a patch lists its tensors here, inside the metadata; of a whole version they stand behind it
         listed = _objects(lines, msgspec.json.Decoder(dict[str, str]))
         if "base" not in fields:
             base = None
@@ -366,7 +370,7 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
     """
     parts = []
     for what, these, those in (("missing", found, expected), ("unknown to the engine", expected, found)):
-        if names := sorted(name for some in in_lines(list(those)) for name in some if name not in these):
+        if names := sorted(name for name in one_by_one(list(those)) if name not in these):
             shown = f"{', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}"
             parts.append(f"{len(names)} {what} ({shown})")
     if parts:
@@ -374,10 +378,9 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
             f"the weights are not the engine's tensors: {'; '.join(parts)}. Publish the whole model that the engine "
             "was started from, with checkpoint names."
         )
-    for some in in_lines(list(expected)):
-        for name in some:
-            (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]
-            if shape != got_shape:
-                raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
-            if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
-                raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")
+    for name in one_by_one(list(expected)):
+        (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]
+        if shape != got_shape:
+            raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
+        if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
+            raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")

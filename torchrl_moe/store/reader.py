@@ -25,7 +25,7 @@ from torchrl_moe.store.content import (
     read_header,
 )
 from torchrl_moe.store.folder import pinned
-from torchrl_moe.store.manifest import Manifest, TensorEntry, in_lines
+from torchrl_moe.store.manifest import Manifest, TensorEntry, one_by_one
 from torchrl_moe.store.writer import bytes_path, newest_stable, version_path, version_paths
 
 START_BYTES = 64
@@ -121,9 +121,8 @@ class WeightStoreReader:
             tensors = VersionTensors(chain, verify=True)
 
             def look_at(share: Sequence[TensorEntry]) -> None:
-                for some in in_lines(share):
-                    for entry in some:
-                        tensors[entry.name]
+                for entry in one_by_one(share):
+                    tensors[entry.name]
 
             if threads <= 1:
                 look_at(manifest.entries)
@@ -138,6 +137,7 @@ class WeightStoreReader:
             if self.manifest(manifest.version) != manifest:  # now that it cannot be removed
                 raise ManifestMismatch(f"version {manifest.version} was published again since its manifest was read")
             chain = [(manifest, self._open(manifest.version))]
+            # back to a whole version; all of these stay as long as the pinned one
             while (base := chain[-1][0].base) is not None:
                 file = self._open(base)
                 start = bytes(file.header[:START_BYTES])

@@ -218,6 +218,7 @@ class WeightStoreWriter:
         """Write what differs from the last version, or a whole one if that is hardly more."""
         image, self._image = self._image, None  # until the version is written
         last = self._last
+        # a patch needs the last version as it was written: in the image, and in its files
         if image is None or last is None or last.version >= version or not self._is_as_written(last.version):
             image, last = Image(), None
         stored: dict[str, Bytes] = {}
@@ -227,6 +228,7 @@ class WeightStoreWriter:
             digest, stored[name], count = image.update(name, tensor, kinds[name])
             dtype, shape = kinds[name]
             entries[name] = TensorEntry(name, dtype_name(dtype), tuple(shape), offset, digest, count)
+            # the next tensor's elements are aligned
             offset += -(-len(stored[name]) // WIDEST) * WIDEST
         image.keep(kinds)
         manifest = Manifest(version, None if last is None else last.version, tuple(entries[name] for name in kinds))
@@ -292,6 +294,7 @@ class WeightStoreWriter:
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             status = os.fstat(descriptor)
+            # a spare file has its pages already
             check_room(self.folder, size - BLOCK_BYTES * status.st_blocks)
             os.ftruncate(descriptor, size)
             if not self._in_memory:
@@ -313,6 +316,7 @@ class WeightStoreWriter:
     def _remove_old(self, keep: int, reuse: bool = False) -> None:
         """Remove all but the last few versions; ``reuse``: leave the file of one to be written over."""
         live = version_paths(self.folder)
+        # this writer's last version stays, even if an earlier writer's has a higher number
         newest = self._last.version if self._last is not None else -1
         kept = set(sorted(live, key=lambda version: (version != newest, -version))[:keep])
         if self.protected in live:

@@ -42,7 +42,7 @@ from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
-from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
+from torchrl_moe.testing.fake_model import FakeModel, Script, text_of, tokens_to_come
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -288,7 +288,7 @@ class FakeReplica(Replica):
         for output in so_far.outputs:
             first = entry.told + (0 if had is None else len(had.outputs[output.index].token_ids))
             if output.finish_reason == "abort":
-                outputs.append(output.after(first, len(self._model().text(output.token_ids[:first]))))
+                outputs.append(output.after(first, len(text_of(output.token_ids[:first].tolist()))))
         prompt = so_far.prompt_token_ids if not entry.told and had is None else so_far.prompt_token_ids[:0]
         entry.told = entry.tokens
         entry.tell([replace(so_far, prompt_token_ids=prompt, outputs=outputs, finished=False)])

@@ -79,7 +79,7 @@ class FakeModel:
         rest = CompletionOutput(
             index=index,
             token_ids=token_ids,
-            text=_text(token_ids.tolist()),
+            text=text_of(token_ids.tolist()),
             finish_reason=reason,
             policy_versions=np.full(len(token_ids), self.version, np.int32),
             logprobs=None if request.param("logprobs") is None else np.array(log_probs, np.float32),
@@ -89,11 +89,8 @@ class FakeModel:
         # Joined by the real engine's own function, so that a resumed fake answer is formed like a real one.
         follows = RequestRoutes(self.layout, self.forced_routing_unavailable_reason).follows(request, first)
         plain = SimpleNamespace(detokenize=False)
-        whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
-        return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may fall within a character
-
-    def text(self, token_ids: NDArray[np.int64]) -> str:
-        return _text(token_ids.tolist())
+        whole = join(index, first, rest, plain, text_of, "forced" if follows else "live")
+        return replace(whole, text=text_of(whole.token_ids.tolist()))  # the cut may fall within a character
 
     def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens ``[P]``, if requested: those of a first answer.
@@ -165,7 +162,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return ByteTokenizer()
 
 
-def _text(ids: Sequence[int]) -> str:
+def text_of(ids: Sequence[int]) -> str:
     return bytes(token for token in ids if token < NUM_BYTES).decode(errors="replace")
 
 

@@ -168,6 +168,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
                     raise WeightSyncError(f"{self._store.folder} has no version any more: send the weights again")
                 self._swap.serves(index)  # nothing was sent yet: all have the checkpoint
                 return
+            # what no replica could read is not asked of this one too
             if newest == self._refused and self._served is not None:
                 newest = self._served
             if failed := self._apply(newest, [index]).failed:

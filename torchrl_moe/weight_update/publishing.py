@@ -109,6 +109,7 @@ class Publisher:
         """
         source = self._source(weights)
         if not source.is_sharded:
+            # every rank has the whole model: the others count along, and write nothing
             version = number()
             if not is_first() and self.expected is None:
                 return Published(version=version, manifest=None)

@@ -72,6 +72,7 @@ def _gathered(values: Sequence[int]) -> list[list[int]]:
     """Return the values of all ranks; all must call it, with as many."""
     if not _has_ranks():
         return [list(values)]
+    # NCCL takes no tensors of the CPU
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     boxes = torch.zeros(torch.distributed.get_world_size(), len(values), dtype=torch.int64, device=device)
     own = torch.tensor(values, dtype=torch.int64, device=device)
@@ -98,8 +99,9 @@ def trained_model(model: nn.Module) -> nn.Module:
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
     inner = getattr(model, "model", None)
-    is_wrapper = isinstance(inner, nn.Module) and hasattr(inner, "config") and not hasattr(model, "config")
-    return inner if is_wrapper else model
+    if isinstance(inner, nn.Module) and hasattr(inner, "config") and not hasattr(model, "config"):
+        return inner
+    return model
 
 
 def check_metadata(metadata: Kinds | None, expected: Kinds, model: ModelWeights | None = None) -> None:

@@ -424,6 +424,7 @@ class GlooReceiver:
                     jobs.append(pool.submit(compare, whole))
 
             with ThreadPoolExecutor(threads, thread_name_prefix="weight-digest") as pool:
+                # the trainer sends once all workers have announced that they read
                 group.announce()
                 group.broadcast(flat, deadline, note)
             for job in jobs:
