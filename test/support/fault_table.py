@@ -132,9 +132,9 @@ store/reader.py: store/test_reader*.py contract/test_transport*.py weight_update
 
 store-of-a-forked-process: A process that was forked from the trainer's removed its weight store at exit
 store/folder.py: weight_update/test_sender*.py STORE
--    if process == os.getpid():
--        function(*arguments, **named)
-+    function(*arguments, **named)
+-        if process == os.getpid():
+-            function(*arguments)
++        function(*arguments)
 
 version-that-none-can-read: A double buffer whose newest version cannot be read brought no restarted replica back
 weight_update/double_buffer.py: weight_update/test_[dr]*.py contract/test_transport*.py

@@ -44,7 +44,7 @@ INFINITY = {
 
 def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
     """Return a tensor's bytes in ``dtype``, in order and on the CPU, without a copy where possible."""
-    if _lies_ready(tensor, dtype):
+    if tensor.dtype == dtype and tensor.is_cpu:
         raw = _bytes_of(tensor)
         for start in range(0, len(raw), PIECE_BYTES):
             yield raw[start : start + PIECE_BYTES]
@@ -59,42 +59,32 @@ def send(
     tensor: Tensor, dtype: torch.dtype, take: Callable[[int, Bytes], object] | None = None, name: str | None = None
 ) -> str:
     """Pass a tensor's bytes to ``take``, piece by piece, each with its offset; return their digest."""
-    if tensor.nbytes <= PIECE_BYTES and _lies_ready(tensor, dtype):  # the most, and all of it at once
-        pieces: Iterable[Bytes] = (_bytes_of(tensor),)
-    else:
-        pieces = pieces_of(tensor, dtype)
     digest, offset = xxhash.xxh3_64(), 0
-    for piece in pieces:
+    for piece in pieces_of(tensor, dtype):
         digest.update(piece.data)
-        if name is not None and not is_finite(piece, dtype):
-            raise _not_finite(name, tensor, dtype)
+        if name is not None:
+            _check_finite(piece, name, tensor, dtype)
         if take is not None:
             take(offset, piece)
         offset += len(piece)
     return str(digest.hexdigest())
 
 
-def _not_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> WeightSyncError:
+def _check_finite(piece: Bytes, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a piece of a tensor with NaN or infinity in it; other dtypes than floating ones have neither."""
+    if dtype not in INFINITY:
+        return
+    signed, unsigned, infinity = INFINITY[dtype]
+    negative = infinity | 1 << (8 * dtype.itemsize - 1)
+    if piece.view(signed).max() < infinity and piece.view(unsigned).max() < negative:
+        return
     values = tensor.detach().reshape(-1)
     bad = int((~values.to(dtype).double().isfinite()).sum())
     here = f" in {dtype}, in which they are sent" if bool(values.double().isfinite().all()) else ""
-    return WeightSyncError(
+    raise WeightSyncError(
         f"{bad} of the {len(values)} numbers of {name} are NaN or infinite{here}: these weights are not sent, and the "
         "engine keeps those that it has. Find the training step that made them, and go back to an earlier checkpoint"
     )
-
-
-def is_finite(piece: Bytes, dtype: torch.dtype) -> bool:
-    """Whether none of the numbers is NaN or infinite, given as bytes; other dtypes than floating ones have neither."""
-    if dtype not in INFINITY or not len(piece):
-        return True
-    signed, unsigned, infinity = INFINITY[dtype]
-    negative = infinity | 1 << (8 * dtype.itemsize - 1)
-    return bool(piece.view(signed).max() < infinity and piece.view(unsigned).max() < negative)
-
-
-def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype == dtype and tensor.is_cpu
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
@@ -191,13 +181,11 @@ class Image:
         return digest, np.concatenate([own[positions].view(np.uint8), gaps.view(np.uint8)]), len(gaps)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors."""
         for name, ((dtype, shape), content) in self._of.items():
             flat = torch.from_numpy(content).view(dtype) if len(content) else torch.empty(0, dtype=dtype)
             yield name, flat.view(shape)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Drop all other tensors."""
         names = set(names)
         self._of = {name: held for name, held in self._of.items() if name in names}
 
@@ -249,12 +237,10 @@ class MappedFile:
 
     @property
     def header(self) -> memoryview:
-        """The header's text, padded."""
         return self._whole[LENGTH_BYTES : self._start]
 
     @property
     def tensors(self) -> memoryview:
-        """All bytes after the header."""
         return self._whole[self._start :]
 
     def check(self, manifest: Manifest) -> None:
@@ -267,7 +253,6 @@ class MappedFile:
             )
 
     def stored(self, entry: TensorEntry) -> memoryview:
-        """Return what the file holds of a tensor."""
         return self._whole[self._start + entry.offset : self._start + entry.end]
 
     def tensor(self, entry: TensorEntry) -> Tensor:
@@ -282,12 +267,7 @@ class MappedFile:
 def check_digest(version: int, entry: TensorEntry, content: Buffer) -> None:
     """Compare a tensor's bytes with those published."""
     if xxhash.xxh3_64_hexdigest(content) != entry.digest:
-        raise not_published(version, entry)
-
-
-def not_published(version: int, entry: TensorEntry) -> DigestMismatch:
-    """Return the error for a tensor whose bytes differ from those published."""
-    return DigestMismatch(f"version {version}: bytes of {entry.name} are not those published; publish it again")
+        raise DigestMismatch(f"version {version}: bytes of {entry.name} are not those published; publish it again")
 
 
 # -- files of safetensors ---------------------------------------------------------------------------------------------
@@ -302,12 +282,10 @@ def header_end(descriptor: int, path: Path) -> int:
 
 
 def manifest_of(header: Buffer) -> Manifest:
-    """Return the manifest in a header's text."""
     return Manifest.from_json(bytes(header).rstrip(b" ").decode(errors="replace"))
 
 
 def read_header(path: Path) -> Manifest:
-    """Return the manifest that is the header of a file."""
     with path.open("rb") as file:
         end = header_end(file.fileno(), path)
         file.seek(LENGTH_BYTES)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ParamSpec
 
 import psutil
 
@@ -36,8 +35,15 @@ def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
     Control groups (Linux, versions 1 and 2) limit a container or a batch job. Pages of files, which the kernel can
     drop, count as free, as they do for the host.
     """
-    left = [_left(folder, names) for folder, names in _groups(membership, mount)]
-    return int(min([psutil.virtual_memory().available, *(found for found in left if found is not None)]))
+    least = int(psutil.virtual_memory().available)
+    for folder, (limit, used, prefix) in _groups(membership, mount):
+        # a group that is not mounted here, or has no limit ("max") or no use to read, limits nothing
+        with suppress(OSError, ValueError):
+            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+            figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(figures.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            least = min(least, max(most - taken + files, 0))
+    return least
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -58,20 +64,6 @@ def _groups(membership: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, st
             folder = folder.parent
 
 
-def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
-    limit, used, prefix = names
-    try:
-        most = (folder / limit).read_text().strip()
-        if most == "max":
-            return None
-        taken = int((folder / used).read_text())
-        figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        files = sum(int(figures.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        return max(int(most) - taken + files, 0)
-    except (OSError, ValueError):  # the group is not mounted here, or has no limit or no use to read
-        return None
-
-
 def own_folder(folder: Path) -> Path:
     """Create a folder that only its owner may enter, and return it; an existing one must be a store, or empty."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +78,6 @@ def own_folder(folder: Path) -> Path:
 
 
 LOCK = "writer"
-P = ParamSpec("P")
 
 
 class WriterLock:
@@ -114,13 +105,13 @@ class WriterLock:
 
     def is_held(self) -> bool:
         """Whether the folder is still this one, and this process is the one that locked it."""
+        if self._file.closed or self._process != os.getpid():
+            return False
         try:
             there = os.stat(self._path, follow_symlinks=False)
         except OSError:
             return False
-        if self._file.closed:
-            return False
-        return self._process == os.getpid() and os.path.samestat(there, os.fstat(self._file.fileno()))
+        return os.path.samestat(there, os.fstat(self._file.fileno()))
 
     def close(self) -> None:
         """Let the next writer in. Idempotent; in a process that was forked from the writer it stays locked."""
@@ -131,16 +122,15 @@ class WriterLock:
             self._file.close()
 
 
-def at_end(
-    owner: object, function: Callable[P, object], *arguments: P.args, **named: P.kwargs
-) -> weakref.finalize[..., object]:
+def at_end(owner: object, function: Callable[..., object], *arguments: object) -> weakref.finalize[..., object]:
     """Return a finalizer of what this process made; a process that is forked from it calls it without effect."""
-    return weakref.finalize(owner, _call_in, os.getpid(), function, *arguments, **named)
+    process = os.getpid()
 
+    def end() -> None:
+        if process == os.getpid():
+            function(*arguments)
 
-def _call_in(process: int, function: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
-    if process == os.getpid():
-        function(*arguments, **named)
+    return weakref.finalize(owner, end)
 
 
 # Pins: a reader pins a version while it reads, so that it is not removed.
@@ -178,14 +168,14 @@ def pinned_versions(folder: Path) -> set[int]:
     for pin in (folder / PINS).glob("v*-*"):
         number = pin.name.removeprefix("v").partition("-")[0]
         with suppress(FileNotFoundError):
-            if _is_left(pin, now):
+            if _reader_is_gone(pin, now):
                 pin.unlink()
             elif number.isdecimal():
                 held.add(int(number))
     return held
 
 
-def _is_left(pin: Path, now: float) -> bool:
+def _reader_is_gone(pin: Path, now: float) -> bool:
     if pin.name.endswith(UNLOCKED):
         return now - pin.stat().st_mtime > PIN_SECONDS
     descriptor = os.open(pin, os.O_RDWR | os.O_NOFOLLOW)
@@ -201,9 +191,7 @@ def _lock(descriptor: int, kind: int) -> bool:
     """Lock an open file, or return False where the file system has no locks; raises if another process holds it."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
+    except OSError as error:  # another process's lock is one too
         if error.errno not in NO_LOCKS:
             raise
         return False
@@ -260,7 +248,6 @@ def naming_the_folder(folder: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str, fsync: bool = False) -> None:
-    """Write a file atomically."""
     draft = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as handle:

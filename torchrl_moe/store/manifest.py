@@ -72,12 +72,10 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
         return DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
@@ -115,18 +113,16 @@ class Manifest:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.nbytes for some in in_lines(self.entries) for entry in some)
+        return sum(entry.nbytes for entry in one_by_one(self.entries))
 
     @cached_property
     def extent(self) -> int:
         """Bytes of the file that its tensors reach into."""
-        return max((entry.end for some in in_lines(self.entries) for entry in some), default=0)
+        return max((entry.end for entry in one_by_one(self.entries)), default=0)
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
-        """Name -> entry."""
-        return {entry.name: entry for some in in_lines(self.entries) for entry in some}
+        return {entry.name: entry for entry in one_by_one(self.entries)}
 
     @cached_property
     def digest(self) -> str:
@@ -138,30 +134,21 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> dict[str, TensorKind]:
-        """Name -> (dtype, shape)."""
-        kinds: dict[str, TensorKind] = {}
-        for some in in_lines(self.entries):
-            kinds.update((entry.name, _kind(entry.dtype, entry.shape)) for entry in some)
-        return kinds
+        return {entry.name: _kind(entry.dtype, entry.shape) for entry in one_by_one(self.entries)}
 
     @cached_property
     def _text(self) -> str:
         return _text_of(self)
 
     def to_json(self) -> str:
-        """Return the text.
-
-        Raises:
-            ManifestMismatch: a tensor has a name that a safetensors file cannot have.
-        """
+        """Return the text; a name that a file of safetensors cannot have is a ``ManifestMismatch``."""
         return self._text
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Undo :meth:`to_json`; the same text gives the same object, as long as it is one of the last few.
 
-        Raises:
-            ManifestMismatch: the text is not a manifest of this format.
+        A text that is no manifest of this format is a ``ManifestMismatch``.
         """
         raw = text.encode(errors="replace")
         checksum = text[len(START) : CHECKED]
@@ -203,6 +190,12 @@ def in_lines(items: Sequence[T]) -> Iterator[Sequence[T]]:
         if start:
             yield_interpreter()
         yield items[start : start + LINE_TENSORS]
+
+
+def one_by_one(items: Sequence[T]) -> Iterator[T]:
+    """Yield items one by one, and release the GIL after as many as a line of the text holds."""
+    for some in in_lines(items):
+        yield from some
 
 
 @lru_cache(maxsize=4096)
@@ -281,7 +274,8 @@ def _parsed(text: bytes) -> Manifest:
         fields = msgspec.json.decode(lines.readline() + b"}", type=dict[str, str])
         if fields["manifest"] != FORMAT:
             raise ValueError(f"format {fields['manifest']!r}, this release reads {FORMAT!r}")
-        version = _count(fields["version"])
+        version: int = msgspec.json.decode(fields["version"], type=Count)
+        # a patch lists its tensors here, inside the metadata; of a whole version they stand behind it
         listed = _objects(lines, msgspec.json.Decoder(dict[str, str]))
         if "base" not in fields:
             base = None
@@ -289,7 +283,7 @@ def _parsed(text: bytes) -> Manifest:
                 raise ValueError("a whole version lists elements")
             entries = _whole(_objects(lines, msgspec.json.Decoder(dict[str, _Here])), fields["digests"])
         else:
-            base = _count(fields["base"])
+            base = msgspec.json.decode(fields["base"], type=Count)
             if base >= version:
                 raise ValueError(f"version {version} is a patch of version {base}")
             entries = _patched(listed)
@@ -303,10 +297,6 @@ def _parsed(text: bytes) -> Manifest:
         words = f"{type(error).__name__}: {error}"
         raise ManifestMismatch(f"the manifest is not one of this format: {words}") from None
     return Manifest(version, base, tuple(entries))
-
-
-def _count(text: str) -> int:
-    return msgspec.json.decode(text, type=Count)
 
 
 def _objects(lines: IO[bytes], decoder: msgspec.json.Decoder[dict[str, T]]) -> Iterator[tuple[str, T]]:
@@ -378,25 +368,19 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
     Raises:
         ManifestMismatch: names are missing or unknown, or shapes or kinds of dtype differ; some are named.
     """
-    missing, unknown = _not_in(found, expected), _not_in(expected, found)
-    if missing or unknown:
-        parts = [
-            f"{len(names)} {what} ({', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''})"
-            for what, names in (("missing", missing), ("unknown to the engine", unknown))
-            if names
-        ]
+    parts = []
+    for what, these, those in (("missing", found, expected), ("unknown to the engine", expected, found)):
+        if names := sorted(name for name in one_by_one(list(those)) if name not in these):
+            shown = f"{', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}"
+            parts.append(f"{len(names)} {what} ({shown})")
+    if parts:
         raise ManifestMismatch(
             f"the weights are not the engine's tensors: {'; '.join(parts)}. Publish the whole model that the engine "
             "was started from, with checkpoint names."
         )
-    for some in in_lines(list(expected)):
-        for name in some:
-            (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]
-            if shape != got_shape:
-                raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
-            if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
-                raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")
-
-
-def _not_in(these: Mapping[str, TensorKind], those: Mapping[str, TensorKind]) -> list[str]:
-    return sorted(name for some in in_lines(list(those)) for name in some if name not in these)
+    for name in one_by_one(list(expected)):
+        (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]
+        if shape != got_shape:
+            raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
+        if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
+            raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")

@@ -25,7 +25,7 @@ from torchrl_moe.store.content import (
     read_header,
 )
 from torchrl_moe.store.folder import pinned
-from torchrl_moe.store.manifest import Manifest, TensorEntry, in_lines
+from torchrl_moe.store.manifest import Manifest, TensorEntry, one_by_one
 from torchrl_moe.store.writer import bytes_path, newest_stable, version_path, version_paths
 
 START_BYTES = 64
@@ -121,9 +121,8 @@ class WeightStoreReader:
             tensors = VersionTensors(chain, verify=True)
 
             def look_at(share: Sequence[TensorEntry]) -> None:
-                for some in in_lines(share):
-                    for entry in some:
-                        tensors[entry.name]
+                for entry in one_by_one(share):
+                    tensors[entry.name]
 
             if threads <= 1:
                 look_at(manifest.entries)
@@ -138,6 +137,7 @@ class WeightStoreReader:
             if self.manifest(manifest.version) != manifest:  # now that it cannot be removed
                 raise ManifestMismatch(f"version {manifest.version} was published again since its manifest was read")
             chain = [(manifest, self._open(manifest.version))]
+            # back to a whole version; all of these stay as long as the pinned one
             while (base := chain[-1][0].base) is not None:
                 file = self._open(base)
                 start = bytes(file.header[:START_BYTES])
@@ -179,13 +179,6 @@ class VersionTensors(Mapping[str, Tensor]):
         self._manifest = chain[0][0]
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._made(name)
-        if self._verify:
-            content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-            check_digest(self._manifest.version, self._manifest.by_name[name], content.data)
-        return tensor
-
-    def _made(self, name: str) -> Tensor:
         # from the newest file back to one that holds all elements
         patches: list[tuple[TensorEntry, MappedFile]] = []
         kind = self._manifest.tensors[name]
@@ -200,12 +193,14 @@ class VersionTensors(Mapping[str, Tensor]):
                 patches.append((entry, file))
         else:
             raise ManifestMismatch(f"version {self._manifest.version} is a patch, of which {name} has no beginning")
-        if not patches:
-            return tensor
         # and forward again
-        tensor = tensor.clone()
+        if patches:
+            tensor = tensor.clone()
         for entry, file in reversed(patches):
             patch(tensor.reshape(-1).view(torch.uint8).numpy(), entry, file.stored(entry))
+        if self._verify:
+            content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+            check_digest(self._manifest.version, self._manifest.by_name[name], content.data)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

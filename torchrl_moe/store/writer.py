@@ -29,7 +29,7 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.store.content import SAFETENSORS, Bytes, Image, header_of, lay_out, read_header, send
+from torchrl_moe.store.content import SAFETENSORS, Bytes, Identity, Image, header_of, lay_out, read_header, send
 from torchrl_moe.store.folder import (
     WriterLock,
     check_room,
@@ -48,12 +48,10 @@ NO_DIGEST = "0" * 16
 WIDEST = 8  # bytes of an element
 LONGEST_CHAIN = 32  # patches after a whole version
 BLOCK_BYTES = 512  # of ``st_blocks``
-Identity = tuple[int, int, int]
 Write = Callable[[int, Bytes], object]
 
 
 def version_path(folder: Path, version: int) -> Path:
-    """Return a version's file."""
     return folder / f"{VERSION}{version}{SAFETENSORS}"
 
 
@@ -63,7 +61,6 @@ def bytes_path(folder: Path, version: int) -> Path:
 
 
 def version_paths(folder: Path, prefix: str = VERSION) -> dict[int, Path]:
-    """Return version -> file."""
     paths = {path.stem.removeprefix(prefix): path for path in folder.glob(f"{prefix}*{SAFETENSORS}")}
     return {int(number): path for number, path in paths.items() if number.isdecimal()}
 
@@ -189,7 +186,7 @@ class WeightStoreWriter:
         return manifest
 
     def _check_held(self) -> None:
-        if not self._writing.is_held():
+        if not self.is_there():
             raise WeightSyncError(
                 f"this writer of {str(self.folder)!r} was closed, its folder was removed, or this process was forked "
                 "from its own: make another one"
@@ -221,6 +218,7 @@ class WeightStoreWriter:
         """Write what differs from the last version, or a whole one if that is hardly more."""
         image, self._image = self._image, None  # until the version is written
         last = self._last
+        # a patch needs the last version as it was written: in the image, and in its files
         if image is None or last is None or last.version >= version or not self._is_as_written(last.version):
             image, last = Image(), None
         stored: dict[str, Bytes] = {}
@@ -230,6 +228,7 @@ class WeightStoreWriter:
             digest, stored[name], count = image.update(name, tensor, kinds[name])
             dtype, shape = kinds[name]
             entries[name] = TensorEntry(name, dtype_name(dtype), tuple(shape), offset, digest, count)
+            # the next tensor's elements are aligned
             offset += -(-len(stored[name]) // WIDEST) * WIDEST
         image.keep(kinds)
         manifest = Manifest(version, None if last is None else last.version, tuple(entries[name] for name in kinds))
@@ -270,7 +269,14 @@ class WeightStoreWriter:
                     header = header_of(manifest)
                     assert len(header) == start, "the tensors do not begin where the header ends"
                     write(0, np.frombuffer(header, np.uint8))
-                    self._show(draft, version)
+                    if self._fsync:
+                        _fsync(draft)
+                    self._make_way(version)
+                    path = draft.rename(version_path(self.folder, version))
+                    if self._fsync:
+                        _fsync(self.folder)
+                    self._written[version] = _identity(path)
+                    replace_text(self.folder / STABLE, f"v{version}\n", self._fsync)
                     self._links[version] = _Link(version, manifest.base, manifest.extent)
                     return manifest
 
@@ -288,6 +294,7 @@ class WeightStoreWriter:
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             status = os.fstat(descriptor)
+            # a spare file has its pages already
             check_room(self.folder, size - BLOCK_BYTES * status.st_blocks)
             os.ftruncate(descriptor, size)
             if not self._in_memory:
@@ -304,22 +311,12 @@ class WeightStoreWriter:
         finally:
             os.close(descriptor)
 
-    def _show(self, draft: Path, version: int) -> None:
-        path = version_path(self.folder, version)
-        if self._fsync:
-            _fsync(draft)
-        self._make_way(version)
-        os.rename(draft, path)
-        if self._fsync:
-            _fsync(self.folder)
-        self._written[version] = _identity(path)
-        replace_text(self.folder / STABLE, f"v{version}\n", self._fsync)
-
     # -- removing old versions --------------------------------------------------------------------------------------
 
     def _remove_old(self, keep: int, reuse: bool = False) -> None:
         """Remove all but the last few versions; ``reuse``: leave the file of one to be written over."""
         live = version_paths(self.folder)
+        # this writer's last version stays, even if an earlier writer's has a higher number
         newest = self._last.version if self._last is not None else -1
         kept = set(sorted(live, key=lambda version: (version != newest, -version))[:keep])
         if self.protected in live:
@@ -330,11 +327,9 @@ class WeightStoreWriter:
         self._written = {version: file for version, file in self._written.items() if version in needed}
         self._links = {version: link for version, link in self._links.items() if version in needed}
         for version, path in version_paths(self.folder, BYTES).items():
-            if version in needed:
-                continue
-            if reuse and self._spare is None:
+            if version not in needed and reuse and self._spare is None:
                 self._spare = path.rename(self.folder / f"{VERSION}{version}{DRAFT}spare")
-            else:
+            elif version not in needed:
                 path.unlink()
         inodes = {path.stat().st_ino for path in self.folder.glob(f"*{VERSION}*") if path.is_file()}
         self._mapped = {inode: held for inode, held in self._mapped.items() if inode in inodes}
@@ -377,12 +372,9 @@ class WeightStoreWriter:
         if there and version in pinned_versions(self.folder):
             raise WeightSyncError(f"version {version} is there already, and a reader holds it: count on from it")
         if there:
-            others = version_paths(self.folder).items()
-            there += [
-                path
-                for other, path in others
-                if other != version and version in (one.base for one in self._chain_of(other))
-            ]
+            for other, path in version_paths(self.folder).items():
+                if other != version and version in (one.base for one in self._chain_of(other)):
+                    there.append(path)
         for path in there:
             path.unlink()
 

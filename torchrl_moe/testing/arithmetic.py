@@ -20,7 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from torchrl_moe._checks import check_number
 
 OPERATIONS = ("sum", "double")
-
+MISTAKES = ("random", "forget_carry")
+RAMP = 10  # steps over which the learning rate of either half of a warm-up rises to its value
+Problems: TypeAlias = Sequence[tuple[str, str]]
+"""Questions with their answers."""
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
 CHARACTERS = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
@@ -115,17 +118,6 @@ def exact_answer(completion: str, answer: str) -> float:
     return float(completion == answer)
 
 
-# A supervised warm-up: the policy first learns the answers, then is made uncertain of them.
-# Stopping clean training early instead leaves a policy that GRPO can hardly improve: it is confident in its wrong
-# answers.
-
-Problems: TypeAlias = Sequence[tuple[str, str]]
-"""Questions with their answers."""
-MISTAKES = ("random", "forget_carry")
-RAMP = 10
-"""Steps over which the learning rate of either half rises to its value."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """Options of :func:`warm_up`.
@@ -205,6 +197,9 @@ def warm_up(
     model: PreTrainedModel, problems: Problems, tokenizer: PreTrainedTokenizerBase, options: WarmUp, seed: int
 ) -> float:
     """Train until exact answers have the target probability; return the mean probability at the end.
+
+    The policy first learns the answers, then is made uncertain of them. Stopping clean training early instead leaves a
+    policy that GRPO can hardly improve: it is confident in its wrong answers.
 
     Uncertainty is taught with wrong labels. With ``options.mistake="random"``, a share ``options.noise`` of the labels
     are answers of other problems; with ``"forget_carry"``, that share of all carries is forgotten. The second is a

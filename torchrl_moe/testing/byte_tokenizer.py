@@ -58,7 +58,11 @@ def ByteTokenizer() -> PreTrainedTokenizerFast:
     """
     pad, start, end = SPECIAL_TOKENS
     # BPE without merges keeps each byte a token; ByteLevel writes bytes as printable characters, which BPE needs
-    backend = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
+    # (GPT-2's table): all others (controls, blanks) get characters behind the first 256, in order
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(NUM_BYTES)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     # not normalized: a marker is found exactly as it is written
@@ -72,11 +76,3 @@ def ByteTokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_chars() -> list[str]:
-    """The printable character by which the ``ByteLevel`` format writes each byte (GPT-2's table), in byte order."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    # all others (controls, blanks) get characters behind the first 256, in order
-    others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
-    return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]

@@ -42,7 +42,7 @@ from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
-from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
+from torchrl_moe.testing.fake_model import FakeModel, Script, text_of, tokens_to_come
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,11 +100,6 @@ def _loop_of(process: int) -> EventLoop:
     return EventLoop("torchrl_moe-fakes")
 
 
-def _set_all(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     """A request that takes time: it has an answer's first tokens, and a task that adds the others."""
@@ -137,15 +132,9 @@ class FakeReplica(Replica):
         script: Script | None = None,
         forced_routing_unavailable_reason: str = "",
     ) -> None:
-        self.index = index
-        self.seed = seed
-        self.layout = layout
-        self.token_seconds = token_seconds
-        self.refuse = refuse
-        self.die_under = die_under
-        self.start_seconds = start_seconds
-        self.fail_start = fail_start
-        self.answer_script = script
+        self.index, self.seed, self.layout, self.answer_script = index, seed, layout, script
+        self.token_seconds, self.start_seconds = token_seconds, start_seconds
+        self.refuse, self.die_under, self.fail_start = refuse, die_under, fail_start
         self.forced_routing_unavailable_reason = forced_routing_unavailable_reason or (
             "" if layout else "the engine captures no routes"
         )
@@ -163,8 +152,6 @@ class FakeReplica(Replica):
         self._stalled = False
         self._dead: str | None = None
         self._counts: Counter[str] = Counter()
-
-    # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """There is no process to start."""
@@ -192,7 +179,6 @@ class FakeReplica(Replica):
         return self._dead
 
     def is_alive(self) -> bool:
-        """Whether neither :meth:`die` nor :meth:`shutdown` was called."""
         return self._dead is None
 
     def die(self, reason: str = "injected death") -> None:
@@ -219,8 +205,6 @@ class FakeReplica(Replica):
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise ReplicaDiedError(self._dead)
-
-    # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request], tell: Tell | None = None) -> list[Future[Completion]]:
         """Answer at once, or in a task per request if tokens take time or the replica is paused."""
@@ -265,8 +249,14 @@ class FakeReplica(Replica):
     def _notify(self, entries: Iterable[_Running]) -> None:
         """Have requests look at their replica again, and those who wait for its state; the caller holds the lock."""
         self._changed.notify_all()
-        if nudges := [entry.nudge for entry in entries]:
-            _loop_of(os.getpid()).call(_set_all, nudges)
+        nudges = [entry.nudge for entry in entries]
+
+        def nudge_all() -> None:
+            for nudge in nudges:
+                nudge.set()
+
+        if nudges:
+            _loop_of(os.getpid()).call(nudge_all)
 
     def _holds(self, entry: _Running) -> bool:
         waits = self._paused or bool(self._asleep)
@@ -298,7 +288,7 @@ class FakeReplica(Replica):
         for output in so_far.outputs:
             first = entry.told + (0 if had is None else len(had.outputs[output.index].token_ids))
             if output.finish_reason == "abort":
-                outputs.append(output.after(first, len(self._model().text(output.token_ids[:first]))))
+                outputs.append(output.after(first, len(text_of(output.token_ids[:first].tolist()))))
         prompt = so_far.prompt_token_ids if not entry.told and had is None else so_far.prompt_token_ids[:0]
         entry.told = entry.tokens
         entry.tell([replace(so_far, prompt_token_ids=prompt, outputs=outputs, finished=False)])
@@ -306,12 +296,10 @@ class FakeReplica(Replica):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their tokens so far are returned with ``finish_reason="abort"``."""
         with self._changed:
-            for request_id in request_ids:
-                if request_id in self._running:
-                    self._running[request_id].aborted = True
-            self._notify([self._running[name] for name in request_ids if name in self._running])
-
-    # -- verbs ------------------------------------------------------------------------------------------------------
+            entries = [self._running[name] for name in request_ids if name in self._running]
+            for entry in entries:
+                entry.aborted = True
+            self._notify(entries)
 
     def ask(self, verb: Verb[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Answer at once, or never if stalled."""
@@ -341,15 +329,11 @@ class FakeReplica(Replica):
         self._check_alive()
         if silent:
             raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s")
-        if name == "pause":
-            return self._pause(**arguments, timeout=timeout)
-        if name == "resume":
-            return self._resume()
-        if name == "sleep":
-            return self._sleep(**arguments, timeout=timeout)
-        if name == "wake_up":
-            return self._wake_up(**arguments)
         answers: dict[str, Callable[[], object]] = {
+            "pause": lambda: self._pause(**arguments, timeout=timeout),
+            "resume": self._resume,
+            "sleep": lambda: self._sleep(**arguments, timeout=timeout),
+            "wake_up": lambda: self._wake_up(**arguments),
             "set_seed": lambda: setattr(self, "seed", arguments["seed"]),
             "reset_prefix_cache": lambda: not self._running,
             "stats": lambda: self.last_stats,

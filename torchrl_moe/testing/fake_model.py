@@ -64,17 +64,23 @@ class FakeModel:
         # of the first part, which the whole keeps
         known_rows = len(prompt) + len(had) - 1 if first is not None and first.routed_experts is not None else 0
         ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
-        scripted = self._scripted(prompt.tolist())
+        # what the script sets, with the end of the turn
+        text, scripted = None if self.script is None else self.script(_tokenizer().decode(prompt)), None
+        if text is not None:
+            scripted = [*_tokenizer().encode(text), _tokenizer().eos_token_id]
         length = limit if scripted is None else min(limit, len(scripted))
         count, seed = min(tokens, length - len(had)), request.param("seed")
         log_probs = self._extend(ids, index, count, scripted and scripted[len(had) :], seed)
         token_ids = np.array(ids[len(prompt) + len(had) :], np.int64)
         routes = self._routes(ids, request.routed_experts) if self.layout and request.return_routed_experts else None
+        made = len(had) + len(token_ids)
+        has_ended = scripted is not None and made == len(scripted)
+        reason = "stop" if has_ended else "length" if made == limit else "abort"
         rest = CompletionOutput(
             index=index,
             token_ids=token_ids,
-            text=_text(token_ids.tolist()),
-            finish_reason=_finish_reason(len(had) + len(token_ids), limit, scripted),
+            text=text_of(token_ids.tolist()),
+            finish_reason=reason,
             policy_versions=np.full(len(token_ids), self.version, np.int32),
             logprobs=None if request.param("logprobs") is None else np.array(log_probs, np.float32),
             routed_experts=None if routes is None else routes[known_rows:],
@@ -83,12 +89,8 @@ class FakeModel:
         # Joined by the real engine's own function, so that a resumed fake answer is formed like a real one.
         follows = RequestRoutes(self.layout, self.forced_routing_unavailable_reason).follows(request, first)
         plain = SimpleNamespace(detokenize=False)
-        whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
-        return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may fall within a character
-
-    def text(self, token_ids: NDArray[np.int64]) -> str:
-        """Return the text of an answer's tokens."""
-        return _text(token_ids.tolist())
+        whole = join(index, first, rest, plain, text_of, "forced" if follows else "live")
+        return replace(whole, text=text_of(whole.token_ids.tolist()))  # the cut may fall within a character
 
     def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens ``[P]``, if requested: those of a first answer.
@@ -103,11 +105,6 @@ class FakeModel:
             scores[position] = _log_prob(int.from_bytes(prefix.digest(), "little")) / request.scoring.temperature
             _feed(prefix, [token])
         return scores
-
-    def _scripted(self, prompt: list[int]) -> list[int] | None:
-        """Return the ids that the script sets, with the end of the turn."""
-        text = None if self.script is None else self.script(_tokenizer().decode(prompt))
-        return None if text is None else [*_tokenizer().encode(text), _tokenizer().eos_token_id]
 
     def _extend(
         self, ids: list[int], index: int, count: int, scripted: Sequence[int] | None, seed: int | None
@@ -165,7 +162,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return ByteTokenizer()
 
 
-def _text(ids: Sequence[int]) -> str:
+def text_of(ids: Sequence[int]) -> str:
     return bytes(token for token in ids if token < NUM_BYTES).decode(errors="replace")
 
 
@@ -176,12 +173,6 @@ def _kept(request: Request, token_ids: NDArray[np.int64]) -> KeptIds | None:
         return None
     ids = (token_ids[:, None] + np.arange(count)) % _tokenizer().vocab_size
     return KeptIds(ids.astype(np.int32).reshape(-1), np.full(len(token_ids), count, np.int32))
-
-
-def _finish_reason(tokens: int, limit: int, scripted: Sequence[int] | None) -> str:
-    if scripted is not None and tokens == len(scripted):
-        return "stop"
-    return "length" if tokens == limit else "abort"
 
 
 def _is_cut(output: CompletionOutput) -> bool:

@@ -50,13 +50,7 @@ class FakeWeightReplica(FakeReplica):
     """One fake engine that takes weights."""
 
     def __init__(
-        self,
-        index: int = 0,
-        *,
-        expected: Kinds | None = EXPECTED,
-        dtype: str = "",
-        workers: int = 1,
-        **kwargs: Any,
+        self, index: int = 0, *, expected: Kinds | None = EXPECTED, dtype: str = "", workers: int = 1, **kwargs: Any
     ) -> None:
         super().__init__(index, **kwargs)
         self._expected, self._dtype, self._workers = expected, dtype, workers
@@ -72,9 +66,7 @@ class FakeWeightReplica(FakeReplica):
         self.note: Callable[[str, int], None] | None = None
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
-        """Serve at once."""
-        info = super().wait_ready(timeout)
-        return replace(info, dtype=self._dtype, tensor_parallel_size=self._workers)
+        return replace(super().wait_ready(timeout), dtype=self._dtype, tensor_parallel_size=self._workers)
 
     def die(self, reason: str = "injected death") -> None:
         """Fail everything; its workers leave their group."""
@@ -116,24 +108,21 @@ class FakeWeightReplica(FakeReplica):
             raise error
         return method(**arguments)
 
+    # Each answers the verb of its name, by an engine's own rules.
+
     def command_metadata(self) -> Kinds:
-        """Name -> (dtype, shape) of what is expected."""
         return self._expected or {}
 
     def command_claim_weights(self, name: str, takeover: bool) -> WeightClaim:
-        """Let this driver own the weights, by an engine's own rules."""
         return self.owner.claim("", name, takeover)
 
     def command_owns_weights(self) -> bool:
-        """Whether this driver's claim still holds."""
         return self.owner.holds("")
 
     def command_give_up_weights(self) -> None:
-        """End this driver's claim."""
         self.owner.give_up("")
 
     def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Open the store, or join the groups of the workers."""
         self.owner.check("")
         # Of the real transports, those that need no GPU and no engine.
         if transport not in ("adapter", "memmap", "gloo"):
@@ -147,10 +136,13 @@ class FakeWeightReplica(FakeReplica):
                 self.receivers.append(open_receiver("gloo", options, SimpleNamespace(parallel_config=place)))
 
     def command_stage_weights(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Check a version as an engine does."""
         self.owner.check("")
         if self._adapters is not None:
-            return self._stage_adapter(self._adapters, version)
+            with tempfile.TemporaryDirectory() as folder:
+                found = copy_adapter(self._adapters, version, Path(folder))
+                self._adapter = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
+            self.staged = found.digest
+            return StageReport(seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25)
         found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
         if self._expected is not None:
             check_tensors(found.tensors, self._expected)
@@ -172,7 +164,6 @@ class FakeWeightReplica(FakeReplica):
         canary: Mapping[str, object] | None,
         patience: float = math.inf,
     ) -> SwapReport:
-        """Copy a version's tensors."""
         if reason := self.owner.why_not_swap("", version, digest, self.staged):
             return SwapReport(started=False, error=reason)
         del pause, clear_cache, canary, patience
@@ -187,13 +178,6 @@ class FakeWeightReplica(FakeReplica):
             self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
         self.version = version
         return SwapReport(loading_seconds=0.25, paused_seconds=0.5)
-
-    def _stage_adapter(self, store: Path, version: int) -> StageReport:
-        with tempfile.TemporaryDirectory() as folder:
-            found = copy_adapter(store, version, Path(folder))
-            self.staged = found.digest
-            self._adapter = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
-        return StageReport(seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25)
 
     @property
     def _store(self) -> WeightStoreReader:

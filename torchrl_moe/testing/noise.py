@@ -185,11 +185,10 @@ class _ForwardNoise(TorchFunctionMode):
         if self.sizes is None:
             return result
         experts, top_k = self.sizes
-        std, noise = self._noise.router_std, self._noise
-        if std and func in PRODUCTS and result.shape[-1] == experts:
+        if self._noise.router_std and func in PRODUCTS and result.shape[-1] == experts:
             drawn = torch.randn(result.shape, generator=self._generator)
-            return result + (std * drawn).to(result)
-        if noise.flips and func in (torch.topk, Tensor.topk) and top_k < experts:
+            return result + (self._noise.router_std * drawn).to(result)
+        if self._noise.flips and func in (torch.topk, Tensor.topk) and top_k < experts:
             scores: Tensor = args[0] if args else kwargs["input"]
             if (scores.shape[-1], result.indices.shape[-1]) == (experts, top_k):
                 chosen = self._flipped(scores.detach(), result.indices)

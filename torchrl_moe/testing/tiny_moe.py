@@ -126,13 +126,17 @@ def make_tiny_moe(
     """
     if family not in TINY_MOE_FAMILIES:
         raise ValueError(f"no tiny model of the family {family!r}; known: {', '.join(sorted(TINY_MOE_FAMILIES))}")
-    config = _make_config(family, hf_config)
-    _check_sizes(TINY_MOE_FAMILIES[family], config)
+    recipe, config = TINY_MOE_FAMILIES[family], _make_config(family, hf_config)
+    _check_sizes(recipe, config)
     # transformers draws weights of its own first: neither they nor the caller's generator may depend on each other
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _check_has_experts(family, model)
+    if recipe.experts_key is not None and not any(".experts." in name for name in model.state_dict()):
+        raise ValueError(
+            f"every one of the {config.num_hidden_layers} layers of this {family} is dense; more num_hidden_layers, or "
+            "fewer dense ones (mlp_only_layers, first_k_dense_replace)"
+        )
     _draw_weights(model, torch.Generator().manual_seed(seed))
     return model.eval()
 
@@ -169,10 +173,15 @@ def save_tiny_moe(
 
 def _make_config(family: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
     """The small config with the overrides; aliases (``attribute_map``) are resolved, so that the last value wins."""
-    declared = AutoConfig.for_model(family)
+    declared, tokenizer = AutoConfig.for_model(family), ByteTokenizer()
     aliases = declared.attribute_map
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    vocab_size: Any = overrides.get("vocab_size", len(tokenizer))
+    if outside := {key: id_ for key, id_ in ids.items() if key not in overrides and id_ >= vocab_size}:
+        raise ValueError(f"vocab_size={vocab_size} has no room for ByteTokenizer's {outside}; pass ids of your own")
+    own = {"vocab_size": len(tokenizer), **ids}
     # copied: a config keeps the lists that it is given, and a caller may change them
-    defaults = copy.deepcopy({**_SMALL, **_token_ids(overrides), **TINY_MOE_FAMILIES[family].config})
+    defaults = copy.deepcopy({**_SMALL, **own, **TINY_MOE_FAMILIES[family].config})
     known = {*declared.to_dict(), *aliases, *defaults} - _NOT_SETTABLE
     # transformers would store an unknown key and ignore it
     for key in overrides:
@@ -185,17 +194,6 @@ def _make_config(family: str, overrides: Mapping[str, object]) -> PreTrainedConf
         return AutoConfig.for_model(family, **values)
     except StrictDataclassError as error:
         raise ValueError(f"{family} refuses this config: {error}") from error
-
-
-def _token_ids(overrides: Mapping[str, object]) -> dict[str, int]:
-    """Vocabulary size and special ids of the byte tokenizer, checked against a vocabulary size of the caller's own."""
-    tokenizer = ByteTokenizer()
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    vocab_size: Any = overrides.get("vocab_size", len(tokenizer))
-    outside = {key: id_ for key, id_ in ids.items() if key not in overrides and id_ >= vocab_size}
-    if outside:
-        raise ValueError(f"vocab_size={vocab_size} has no room for ByteTokenizer's {outside}; pass ids of your own")
-    return {"vocab_size": len(tokenizer), **ids}
 
 
 def _check_sizes(family: TinyMoEFamily, config: PreTrainedConfig) -> None:
@@ -217,16 +215,6 @@ def _check_sizes(family: TinyMoEFamily, config: PreTrainedConfig) -> None:
             f"{experts} experts in n_group={groups} groups of which topk_group={open_groups} are open cannot give "
             f"{top_k} experts per token: groups must be equal, and the open ones hold at least as many experts"
         )
-
-
-def _check_has_experts(family: str, model: PreTrainedModel) -> None:
-    """Refuse a model of an MoE family whose layers all turned out dense."""
-    if TINY_MOE_FAMILIES[family].experts_key is None or any(".experts." in name for name in model.state_dict()):
-        return
-    raise ValueError(
-        f"every one of the {model.config.num_hidden_layers} layers of this {family} is dense; "
-        "more num_hidden_layers, or fewer dense ones (mlp_only_layers, first_k_dense_replace)"
-    )
 
 
 @torch.no_grad()
@@ -254,9 +242,6 @@ def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
             tensor.copy_(noise * tensor.shape[-1] ** -0.5)
 
 
-# A tiny MoE that half knows a toy task: the starting point of GRPO in tutorials, tests and benchmarks.
-
-
 SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
 
 
@@ -266,7 +251,7 @@ def practised_tiny_moe(
     seed: int = 0,
     **sizes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return a tiny Qwen3-MoE that has been warmed up on a task, in eval mode, float32, and its tokenizer.
+    """Return a tiny Qwen3-MoE that half knows a task: warmed up, in eval mode, float32; and its tokenizer.
 
     Warns:
         UserWarning: the warm-up ran out of steps, so GRPO may have little to improve.

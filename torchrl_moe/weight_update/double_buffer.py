@@ -1,7 +1,7 @@
 """``VLLMDoubleBufferSyncScheme``: TorchRL's name and halves, over a directory of versions.
 
-TorchRL's sender writes into a directory and its receiver reads from it, perhaps in another process, and cannot tell a
-complete version from a partial one. Here the directory is a weight store: the receiver finds the newest complete
+The sender writes into the directory and the receiver, perhaps in another process, reads from it. The directory is a
+weight store, where TorchRL's cannot tell a complete version from a partial one: the receiver finds the newest complete
 version, checks it, and swaps it in replica by replica.
 """
 
@@ -80,13 +80,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
 
 class VLLMDoubleBufferTransport(SenderTransport):
-    """TorchRL's transport over a directory of versions.
-
-    Args:
-        remote_addr: the directory as the trainer sees it.
-        local_addr: the same as a reader sees it, if that differs.
-        num_threads: how many threads of a replica read a version.
-    """
+    """TorchRL's transport over a directory of versions; arguments as of :class:`VLLMDoubleBufferSyncScheme`."""
 
     def __init__(
         self,
@@ -117,10 +111,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 
     Args:
         scheme: has the directory.
-        vllm_engine: an ``AsyncVLLM``.
-
-    Raises:
-        ValueError: it is not an ``AsyncVLLM``.
+        vllm_engine: an ``AsyncVLLM``; anything else is a ``ValueError``.
 
     Attributes:
         report: of the last version that it loaded; ``None`` before.
@@ -128,10 +119,9 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: object) -> None:
         super().__init__(scheme, vllm_engine)
-        options = scheme.options
-        self._store = WeightStoreReader(options.store.seen_as)
-        transport = MemmapTransport(options.store.seen_as)
-        self._swap = RollingSwap(self._engine, transport, options.staging, options.swapping)
+        options, folder = scheme.options, scheme.options.store.seen_as
+        self._store = WeightStoreReader(folder)
+        self._swap = RollingSwap(self._engine, MemmapTransport(folder), options.staging, options.swapping)
         self._lock = threading.Condition()
         self.report: SyncReport | None = None
         self._served: int | None = None  # the last version that a replica took
@@ -178,6 +168,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
                     raise WeightSyncError(f"{self._store.folder} has no version any more: send the weights again")
                 self._swap.serves(index)  # nothing was sent yet: all have the checkpoint
                 return
+            # what no replica could read is not asked of this one too
             if newest == self._refused and self._served is not None:
                 newest = self._served
             if failed := self._apply(newest, [index]).failed:
@@ -190,7 +181,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         staged = self._swap.stage(published, indices)
         if not all(isinstance(one, WeightSyncError) for one in staged.values()):
             self._refused = before if before != version else None
-        report = published.report(tuple(self._swap.swap(published, staged, indices)))
+        report = published.report(self._swap.swap(published, staged, indices))
         if len(report.failed) < len(report.replicas):
             self._served = version
         return report
@@ -211,12 +202,11 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         if not inplace:
             raise ValueError("apply_weights(inplace=False): the engine's weights are replaced in place")
         if weights is not None:
-            self._check_published(weights)
+            self._check_published(named_tensors(weights))
         self.poll_and_apply()
 
     def _check_published(self, weights: Mapping[str, Tensor]) -> None:
         """Raise an error unless the directory's newest version holds these bytes."""
-        weights = named_tensors(weights)
         newest = self._store.newest()
         if newest is None:
             raise ManifestMismatch(f"apply_weights: nothing was written to {self._store.folder} yet")

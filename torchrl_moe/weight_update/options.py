@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import nn
@@ -26,8 +26,6 @@ WITH_ADAPTERS: Mapping[str, object] = {
 }
 """The only choices where no weights are swapped."""
 ROUNDING = 1e-9  # for shares that are not binary fractions
-
-
 ROLLING_SHARE, HOLDING_SHARE = 0.1, 0.9
 
 
@@ -47,15 +45,12 @@ def _count_of(value: float, num_replicas: int) -> int:
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise ``ValueError`` unless a choice is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """Where versions are stored."""
-
     folder: Path
     seen_as: Path
     keep_versions: int = 2
@@ -70,8 +65,6 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """Which part of a model is sent."""
-
     dtype: Literal["engine", "trainer"] | torch.dtype = "engine"
     lora: Literal["merged", "adapter"] = "merged"
 
@@ -95,8 +88,6 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOptions:
-    """How replicas are swapped."""
-
     mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap"
     kv: Literal["salt", "recompute"] = "salt"
     rolling: int | float = ROLLING_SHARE
@@ -112,7 +103,6 @@ class SwapOptions:
         check_number("timeout_seconds", self.timeout_seconds, above=0, infinite=True)
 
     def at_a_time(self, num_replicas: int) -> int:
-        """Return how many replicas are swapped at the same time."""
         return max(_count_of(self.rolling, num_replicas), 1)
 
     def must_hold(self, num_replicas: int) -> int:
@@ -123,13 +113,14 @@ class SwapOptions:
 
     def must_serve(self, num_replicas: int) -> int:
         """Return how many replicas must serve meanwhile; one at a time may always be swapped."""
-        away = self.at_a_time(num_replicas)
-        floor = num_replicas - away if self.min_serving is None else _count_of(self.min_serving, num_replicas)
+        if self.min_serving is None:
+            floor = num_replicas - self.at_a_time(num_replicas)
+        else:
+            floor = _count_of(self.min_serving, num_replicas)
         return max(min(floor, num_replicas - 1), 0)
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address means this host only."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -146,11 +137,6 @@ class CollectiveOptions:
     device: torch.device | str | int | None = None
     buffer_bytes: int | None = None
     num_buffers: int | None = None
-
-    @property
-    def of_nccl(self) -> dict[str, object]:
-        """What NCCL alone needs: where its ranks meet, and how many buffers they take turns with."""
-        return {"address": self.master_address, "port": self.master_port, "num_buffers": self.num_buffers}
 
     @property
     def torch_device(self) -> torch.device | None:
@@ -174,16 +160,13 @@ class CollectiveOptions:
         check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
         for name in ("gpus_per_replica", "buffer_bytes", "num_buffers"):
             check_number(name, getattr(self, name), 1, whole=True, none=True)
-        if transport == "gloo" and self.torch_device is not None and self.torch_device.type != "cpu":
-            raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
-        if transport == "nccl" and self.torch_device is not None and self.torch_device.type != "cuda":
-            raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
+        for name, kind, place in (("gloo", "cpu", "the CPU"), ("nccl", "cuda", "a GPU")):
+            if transport == name and self.torch_device is not None and self.torch_device.type != kind:
+                raise ValueError(f"device={self.device!r}: transport={name!r} sends from {place}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOptions:
-    """All options of a weight sync."""
-
     transport: str
     store: StoreOptions
     source: SourceOptions
@@ -191,15 +174,6 @@ class SyncOptions:
     swapping: SwapOptions
     collective: CollectiveOptions
     num_replicas: int | None = None
-
-
-class Scheme(Protocol):
-    """What sender and receiver use of the scheme that made them."""
-
-    options: SyncOptions
-
-    def shutdown(self) -> None:
-        """Remove the weight store, if the scheme made it."""
 
 
 # The canary: the trainer's log-probs of a fixed prompt, which an engine with its weights must reproduce.

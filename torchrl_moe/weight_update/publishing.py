@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,7 +31,6 @@ from torchrl_moe.weight_update.source import (
     agreed,
     cast_kinds,
     check_adapter,
-    check_shapes,
     dtypes_of_first,
     from_first,
     is_first,
@@ -55,14 +54,18 @@ class Published:
         """Of what it holds; empty on ranks that did not write it."""
         return "" if self.manifest is None else self.manifest.digest
 
-    def report(self, replicas: tuple[ReplicaSync, ...] = ()) -> SyncReport:
-        """Return a report of its update of replicas."""
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors; 0 on ranks that did not write it."""
+        return 0 if self.manifest is None else self.manifest.nbytes
+
+    def report(self, replicas: Iterable[ReplicaSync] = ()) -> SyncReport:
         return SyncReport(
             version=self.version,
-            nbytes=0 if self.manifest is None else self.manifest.nbytes,
+            nbytes=self.nbytes,
             digest=self.digest,
             published=self.seconds,
-            replicas=replicas,
+            replicas=tuple(replicas),
         )
 
 
@@ -80,7 +83,6 @@ class Publisher:
         self.engine_dtype: torch.dtype | None = None
 
     def register(self, model: nn.Module) -> None:
-        """Set the model that is sent by default."""
         self._module = trained_model(model)
         self.model = ModelWeights(self._module, self.expected or ())
 
@@ -101,14 +103,13 @@ class Publisher:
             newest = WeightStoreReader(self._store.folder).newest()
         return -1 if newest is None else newest
 
-    # -- writing ----------------------------------------------------------------------------------------------------
-
     def publish(self, weights: Weights | None, number: Callable[[], int]) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
         weights all must call it, and rank 0's number counts. Each casts its part to what is written before it sends it.
         """
         source = self._source(weights)
         if not source.is_sharded:
+            # every rank has the whole model: the others count along, and write nothing
             version = number()
             if not is_first() and self.expected is None:
                 return Published(version=version, manifest=None)
@@ -127,19 +128,17 @@ class Publisher:
         # gathered tensor by tensor, in what rank 0 writes: half the bytes where it writes bfloat16
         stream = source.tensors(dtypes_of_first(wanted))
         canary = self._canary(weights)
-        written = False
+        done, is_written = Published(version=version, manifest=None), False
         try:
             if is_first():
                 done = self._write(source, stream, version, canary)
-                written = True
-            else:
-                done = Published(version=version, manifest=None)
+                is_written = True
         finally:
             for _ in stream:  # the other ranks wait for this one's part of every tensor
                 pass
             # the others learn whether there is a version, and no more
-            written = bool(from_first(written))
-        if not written:
+            is_written = bool(from_first(is_written))
+        if not is_written:
             raise WeightSyncError(f"rank 0 could not publish version {version}; see the error of rank 0")
         return done
 
@@ -207,22 +206,18 @@ class Publisher:
             self._writer.close()
             self._writer = None
         if self._writer is None:
-            self._writer = self._new_writer(self._store)
+            store = self._store
+            self._writer = WeightStoreWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
         return self._writer
 
-    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter:
-        return WeightStoreWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
-
     def _canary(self, weights: Weights | None) -> Canary | None:
-        module = (
-            trained_model(weights) if isinstance(weights, nn.Module) else (self._module if weights is None else None)
-        )
-        if not self._with_canary or module is None:
+        """Return the canary of the model that is sent; tensors without a model have none."""
+        module = self._module if weights is None else weights
+        if not self._with_canary or not isinstance(module, nn.Module):
             return None
-        return canary_of(module, self.engine_dtype)
+        return canary_of(trained_model(module), self.engine_dtype)
 
     def close(self) -> None:
-        """Close the store. Idempotent."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -238,33 +233,30 @@ def _unchanged(source: Source, before: str) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-# Writing versions of an adapter to the weight store; the base weights are not sent.
-
-
 class AdapterPublisher(Publisher):
-    """Writes versions of a peft model's adapter; arguments as for :class:`Publisher`."""
+    """Writes versions of a peft model's adapter; the base weights, which may be quantised, are not sent."""
 
     def register(self, model: nn.Module) -> None:
-        """Set the model whose adapter is sent by default; its base may be quantised."""
         module = trained_model(model)
-        _check(module, self.expected)
+        check_adapter(module, self.expected)
         self._module = module
 
     def check(self, expected: Kinds) -> None:
-        """Check that the registered model's adapter, if there is one, fits an engine's weights; raises as above."""
+        """Check that the registered model's adapter, if there is one, fits an engine's weights."""
         if self._module is not None:
-            _check(self._module, expected)
+            check_adapter(self._module, expected)
 
     def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
-        """Store the engine's tensors."""
         self.expected, self.engine_dtype = expected, engine_dtype
 
     def _source(self, weights: Weights | None) -> Source:
-        model = self._module if weights is None else self._given(weights)
+        model = self._module if weights is None else weights
         if model is None:
             raise RuntimeError("publish: no model; call register_model(model) first, or pass one")
-        # checked at every version
-        _check(model, self.expected)  # what is active may have changed
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"lora='adapter' sends the adapter of a peft model, got {type(weights).__name__}")
+        model = trained_model(model)
+        check_adapter(model, self.expected)  # at every version: what is active may have changed
         tensors = adapter_tensors(adapter_files(model))
         return Source(
             {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, lambda: iter(tensors.items())
@@ -272,17 +264,3 @@ class AdapterPublisher(Publisher):
 
     def _kinds(self, source: Source) -> Kinds:
         return source.kinds
-
-    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter:
-        return WeightStoreWriter(store.folder, store.keep_versions)
-
-    def _given(self, weights: Weights) -> nn.Module:
-        if not isinstance(weights, nn.Module):
-            raise ValueError(f"lora='adapter' sends the adapter of a peft model, got {type(weights).__name__}")
-        return trained_model(weights)
-
-
-def _check(model: nn.Module, expected: Kinds | None) -> None:
-    check_adapter(model)
-    if expected is not None:
-        check_shapes(model, expected)

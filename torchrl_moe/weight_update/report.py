@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
 from torchrl_moe.render.tables import data_frame, html_table, one_line, plain_table
@@ -43,10 +43,6 @@ class ReplicaSync:
     rejected: bool = False
     unproved: str = ""
     error: str | None = None
-
-    def asked(self, at: float) -> ReplicaSync:
-        """Return a copy with :attr:`asked_at`."""
-        return replace(self, asked_at=at)
 
     @property
     def end(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,8 +71,6 @@ class RollingSwap:
         self._away: set[int] = set()  # replicas that are being swapped
         self._outcomes: dict[int, tuple[int, ReplicaSync]] = {}  # replica -> the version that it got last, and how
 
-    # -- before the swap --------------------------------------------------------------------------------------------
-
     def open(self, entries: Sequence[TableEntry], takeover: bool = False) -> None:
         """Claim replicas for this driver and open their transport. One that fails is asked again at the next version.
 
@@ -130,13 +128,9 @@ class RollingSwap:
         claimed = [replica for replica in self._claimed if replica.is_alive()]
         self._claimed.clear()
         self._opened.clear()
-        if claimed:
-            with ThreadPoolExecutor(len(claimed), thread_name_prefix="weight-open") as pool:
-                list(
-                    pool.map(
-                        lambda replica: _tried(partial(replica.call, Engine.give_up_weights, GIVE_UP_SECONDS)), claimed
-                    )
-                )
+        releases = [partial(replica.call, Engine.give_up_weights, GIVE_UP_SECONDS) for replica in claimed]
+        with ThreadPoolExecutor(max(len(claimed), 1), thread_name_prefix="weight-open") as pool:
+            list(pool.map(_tried, releases))
 
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
         """Let replicas prepare a version concurrently, by default all that an update includes; return their reports."""
@@ -176,16 +170,13 @@ class RollingSwap:
                 raise
             raise SyncTimeout(str(error)) from error
 
-    # -- the swap ---------------------------------------------------------------------------------------------------
-
     def swap(
         self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int], progress: bool = True
     ) -> list[ReplicaSync]:
         """Swap a version into replicas that have prepared it, a few at a time; return a result for each."""
-        nbytes = 0 if published.manifest is None else published.manifest.nbytes
         bar = tqdm(
             total=len(indices),
-            desc=f"weights v{published.version}, {nbytes / 1e6:,.0f} MB",
+            desc=f"weights v{published.version}, {published.nbytes / 1e6:,.0f} MB",
             unit="replica",
             disable=None if progress else True,  # None: only where there is a terminal
             delay=BAR_SECONDS,
@@ -211,14 +202,10 @@ class RollingSwap:
             return ReplicaSync(replica=index, error=_words(staged))
         began = time.perf_counter()
         outcome = ReplicaSync(
-            replica=index,
-            fetched=staged.fetched,
-            staged=staged.loaded,
-            swap_at=began - published.began,
+            replica=index, fetched=staged.fetched, staged=staged.loaded, swap_at=began - published.began
         )
-        assert published.manifest is not None
         # before anything is paused
-        if staged.digest != published.manifest.digest:
+        if staged.digest != published.digest:
             return replace(outcome, error="the replica found other bytes than were published: is the store shared?")
         with self._turn(index):
             entry, replica = self._table[index], self._table[index].replica  # another replica may take its index
@@ -301,12 +288,12 @@ class RollingSwap:
             self._table.changed.wait_for(lambda: is_over() or self.engine.is_frozen, self._swapping.timeout_seconds)
             if is_over():
                 return ""
-            if self.engine.is_frozen:
-                return (
-                    f"the engine is paused, so its {entry.inflight} requests in flight cannot finish: resume() it, or "
-                    "use mode='hot_swap'"
-                )
-            return "requests did not finish in time to drain"
+            if not self.engine.is_frozen:
+                return "requests did not finish in time to drain"
+            return (
+                f"the engine is paused, so its {entry.inflight} requests in flight cannot finish: resume() it, or use "
+                "mode='hot_swap'"
+            )
 
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
         """Swap, with one retry; a replica that does not answer is not asked again."""
@@ -384,26 +371,24 @@ class RollingSwap:
         begun, faults = time.monotonic(), self.engine.faults
         # a restart, and the load after it
         longest = faults.start + self._swapping.timeout_seconds
-        while missing := self._missing(report):
+        while failed := report.failed:
+            # a failed one may hold another sender's version of that number
+            holding = sum(
+                entry.state in SYNCABLE and entry.version >= report.version and entry.index not in failed
+                for entry in self._table
+            )
+            needed = self._swapping.must_hold(self._members)
+            if holding >= needed:
+                break
             waited = time.monotonic() - begun
             if waited > longest or not any(self._may_come(one, waited) for one in report.replicas if one.error):
-                words = f"fewer than {missing} replicas hold version {report.version}: {report.failed}"
-                raise WeightSyncError(words + self._causes(report), report)
+                words = f"fewer than {needed} replicas hold version {report.version}: {failed}"
+                raise WeightSyncError(words + self._causes(failed), report)
             # gives up the sender's lock: the supervisor's own update of that replica needs it
             lock.wait(RESTART_POLL_SECONDS)
+            # what failed here may have come back with the version since
             report = replace(report, replicas=tuple(self._latest(one, report.version) for one in report.replicas))
         return report
-
-    def _missing(self, report: SyncReport) -> int:
-        """Return how many replicas must hold a version, if some failed and fewer do; else 0."""
-        needed = self._swapping.must_hold(self._members)
-        # what failed here may have come back with the version since
-        failed = report.failed  # a failed one may hold another sender's version of that number
-        holding = sum(
-            entry.state in SYNCABLE and entry.version >= report.version and entry.index not in failed
-            for entry in self._table
-        )
-        return needed if failed and holding < needed else 0
 
     def _may_come(self, one: ReplicaSync, waited: float) -> bool:
         """Whether a replica that failed will be restarted, or a death may not have been noticed yet."""
@@ -418,17 +403,17 @@ class RollingSwap:
         held, outcome = self._outcomes.get(one.replica, (version, one))
         return outcome if one.error and held >= version and outcome.error is None else one
 
-    def _causes(self, report: SyncReport) -> str:
+    def _causes(self, failed: Iterable[int]) -> str:
         """Return for each replica that is gone why, where its log is, and why it is not restarted."""
-        gone = [self._table[index] for index in report.failed if self._table[index].state not in SYNCABLE]
+        gone = [entry for index in failed if (entry := self._table[index]).state not in SYNCABLE]
+        if not gone:
+            return ""
         causes = [f". Replica {one.index}: {one.last_error}. Its log: {one.replica.log_path}" for one in gone]
         faults = self.engine.faults
-        if gone:
-            causes.append(
-                f". Restarts are bounded by faults=FaultPolicy(restart={faults.restart}, max_restarts="
-                f"{faults.max_restarts}, start={faults.start:g}) of the engine"
-            )
-        return "".join(causes)
+        return "".join(causes) + (
+            f". Restarts are bounded by faults=FaultPolicy(restart={faults.restart}, max_restarts="
+            f"{faults.max_restarts}, start={faults.start:g}) of the engine"
+        )
 
     def serves(self, index: int) -> None:
         """Put a replica into service that already holds the newest weights."""

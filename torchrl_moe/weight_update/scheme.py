@@ -1,7 +1,7 @@
-"""``VLLMWeightSyncScheme``: how a trainer's weights reach the engine's replicas, under TorchRL's name.
+"""``VLLMWeightSyncScheme``: the options of how weights reach an engine, and the sender and receiver made with them.
 
-The scheme holds the options, its sender does the work. With every transport a version is first written to a weight
-store, from which a late or restarted replica can load it at any time.
+With every transport a version is first written to a weight store, from which a late or restarted replica can load it
+at any time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import shutil
 import tempfile
 import time
 import warnings
-import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -123,7 +121,17 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         buffer_bytes: int | None = None,
         num_buffers: int | None = None,
     ) -> None:
-        _check_choices(master_address, strategy, transport, verify, prefetch)
+        if master_address in TRANSPORTS:
+            raise ValueError(
+                f"master_address={master_address!r} is TorchRL's first argument, and not the transport: write "
+                f"transport={master_address!r}"
+            )
+        one_of("strategy", strategy, ("tensordict", "state_dict"))
+        one_of("transport", transport, TRANSPORTS)
+        one_of("verify", verify, ("digest", "canary", "off"))
+        if prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
+        # every option is checked before anything is made: each group by itself, then with the transport
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
@@ -142,11 +150,14 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             one_of("delta, unless True or False,", delta, ("auto",))
         if delta is True and transport != "memmap":
             raise ValueError(f"delta=True needs transport='memmap': {transport!r} sends whole versions")
-        is_patched = delta is True or (delta == "auto" and transport == "memmap" and _is_on_disk(folder))
+        # patches are for weights in a folder that is not in memory; it may not be there yet
+        if delta == "auto":
+            delta = transport == "memmap" and lora == "merged" and folder is not None and not is_in_memory(Path(folder))
         # Checked under a stand-in for the folder: a refused scheme must not leave a new one in /dev/shm.
         known = Path("." if folder is None else folder)
-        store = StoreOptions(folder=known, seen_as=known, keep_versions=keep_versions, fsync=fsync, delta=is_patched)
-        with _both_strategies_alike():
+        store = StoreOptions(folder=known, seen_as=known, keep_versions=keep_versions, fsync=fsync, delta=delta)
+        with warnings.catch_warnings():  # that its state_dict strategy is experimental: here both send the same
+            warnings.filterwarnings("ignore", "state_dict strategy is experimental")
             super().__init__(strategy)
         self.folder = _store_folder() if folder is None else Path(folder)
         self.options = SyncOptions(
@@ -158,13 +169,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             collective=collective,
             num_replicas=num_replicas,
         )
-        self._clean = None if folder is not None else self._own_folder()
-
-    def _own_folder(self) -> weakref.finalize[..., object]:
         # also at interpreter exit: shared memory outlives the process
-        return at_end(self, shutil.rmtree, str(self.folder), True)
-
-    # -- the two sides ----------------------------------------------------------------------------------------------
+        self._clean = None if folder is not None else at_end(self, shutil.rmtree, str(self.folder), True)
 
     def create_sender(self) -> VLLMWeightSender:
         """Return the trainer's side."""
@@ -188,11 +194,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            f"{type(self).__name__}.init_on_sender({', '.join([*map(repr, args), *kwargs])}): collectors have no part "
-            "in this scheme, an engine holds the weights. Use create_sender(), then "
-            "sender.init_all_workers_group(None, vllm_engine=engine), and sender.register_collector(collector) for its "
-            "policy version"
+        self._refuse(
+            f"init_on_sender({', '.join([*map(repr, args), *kwargs])})",
+            "create_sender(), then sender.init_all_workers_group(None, vllm_engine=engine), and "
+            "sender.register_collector(collector) for its policy version",
         )
 
     def init_on_receiver(self, *args: object, **kwargs: object) -> NoReturn:
@@ -201,12 +206,13 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            f"{type(self).__name__}.init_on_receiver({', '.join([*map(repr, args), *kwargs])}): collectors have no "
-            "part in this scheme, an engine holds the weights. Use create_receiver(engine)"
-        )
+        self._refuse(f"init_on_receiver({', '.join([*map(repr, args), *kwargs])})", "create_receiver(engine)")
 
-    # -- its life ---------------------------------------------------------------------------------------------------
+    def _refuse(self, call: str, instead: str) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}.{call}: collectors have no part in this scheme, an engine holds the weights. Use "
+            f"{instead}"
+        )
 
     def shutdown(self) -> None:
         """Remove the weight store, if the scheme made it. Idempotent."""
@@ -223,7 +229,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             self.folder = _store_folder()
             store = replace(self.options.store, folder=self.folder, seen_as=self.folder)
             self.options = replace(self.options, store=store)
-            self._clean = self._own_folder()
+            self._clean = at_end(self, shutil.rmtree, str(self.folder), True)
 
     def __repr__(self) -> str:
         swapping, staging, options = self.options.swapping, self.options.staging, self.options
@@ -233,36 +239,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         )
 
 
-@contextlib.contextmanager
-def _both_strategies_alike() -> Iterator[None]:
-    """Suppress TorchRL's warning that its state_dict strategy is experimental: here both send the same weights."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "state_dict strategy is experimental")
-        yield
-
-
-def _check_choices(master_address: str | None, strategy: str, transport: str, verify: str, prefetch: int) -> None:
-    if master_address in TRANSPORTS:
-        raise ValueError(
-            f"master_address={master_address!r} is TorchRL's first argument, and not the transport: write "
-            f"transport={master_address!r}"
-        )
-    one_of("strategy", strategy, ("tensordict", "state_dict"))
-    one_of("transport", transport, TRANSPORTS)
-    one_of("verify", verify, ("digest", "canary", "off"))
-    if prefetch < 1:
-        raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
-
-
-def _is_on_disk(folder: str | os.PathLike[str] | None) -> bool:
-    """Whether a user's folder, which may not be there yet, is not in memory."""
-    return folder is not None and not is_in_memory(Path(folder))
-
-
 def _store_folder() -> Path:
-    memory = Path("/dev/shm")
-    usable = memory.is_dir() and os.access(memory, os.W_OK)
-    place = memory if usable else Path(tempfile.gettempdir())
+    place = Path("/dev/shm")
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        place = Path(tempfile.gettempdir())
     _remove_orphans(place)
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
 

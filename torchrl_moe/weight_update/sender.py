@@ -1,7 +1,4 @@
-"""The two sides of a weight sync under TorchRL's names: the sender publishes a version and updates every replica to it.
-
-Replicas load versions themselves, so the receiver only observes.
-"""
+"""The two sides of a weight sync under TorchRL's names: the sender updates every replica, the receiver observes."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol, SupportsIndex
 
 import torch
@@ -24,15 +22,13 @@ from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds
 from torchrl_moe.modules.serving.candidates import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.store import WeightStoreReader
-from torchrl_moe.weight_update.options import Scheme, SyncOptions
+from torchrl_moe.weight_update.options import SyncOptions
 from torchrl_moe.weight_update.publishing import AdapterPublisher, Published, Publisher
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
 from torchrl_moe.weight_update.source import Kinds, Weights, check_metadata, is_first
 from torchrl_moe.weight_update.transports.base import Transport, workers_of
 from torchrl_moe.weight_update.transports.registry import open_transport
-
-# The engine that weights are sent to: checks of its type, its size and its tensors.
 
 
 def engine_of(vllm_engine: object) -> GenerationService:
@@ -46,7 +42,6 @@ def engine_of(vllm_engine: object) -> GenerationService:
 
 
 def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
-    """Compare an engine with the numbers of a scheme."""
     count, wanted = engine.num_replicas, options.collective.gpus_per_replica
     if options.num_replicas not in (None, count):
         raise ValueError(f"num_replicas={options.num_replicas}, but the engine has {count}")
@@ -67,23 +62,27 @@ def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds
     raise NoReplicaError(f"no replica serves: {engine!r}")
 
 
-class CountsUpdates(Protocol):
-    """What a collector has, to be notified of updates."""
+class Scheme(Protocol):
+    """What sender, receiver and transport use of the scheme that made them."""
 
-    def increment_version(self) -> object:
-        """Count an update."""
+    options: SyncOptions
+
+    def create_sender(self) -> VLLMWeightSender: ...
+    def shutdown(self) -> None: ...
+
+
+class CountsUpdates(Protocol):
+    """A collector, as far as it is notified of updates."""
+
+    def increment_version(self) -> object: ...
 
 
 class VLLMWeightSender:
-    """Sends a model's weights to the replicas of an engine; :meth:`create_sender` of a scheme makes it.
+    """Sends a model's weights to an engine's replicas; :meth:`create_sender` of a scheme makes it.
 
-    Thread-safe: its methods run one at a time.
-
-    Version numbers continue from the highest that the engine or the store has. With a model on several ranks (FSDP2)
-    each rank makes a sender, registers its part and calls :meth:`update_weights` or :meth:`publish`; only rank 0 has
-    the engine.
-
-    The calls in order::
+    Thread-safe: its methods run one at a time. Version numbers continue from the highest that the engine or the store
+    has. With a model on several ranks (FSDP2) each rank makes a sender, registers its part and calls
+    :meth:`update_weights` or :meth:`publish`; only rank 0 has the engine. The calls in order::
 
         sender.register_model(model)
         sender.init_all_workers_group(None, vllm_engine=engine)
@@ -96,9 +95,8 @@ class VLLMWeightSender:
         self.options = options = scheme.options
         self.version = 0
         self._process = os.getpid()
-        with_canary = options.staging.verify == "canary"
         kind = AdapterPublisher if options.source.lora == "adapter" else Publisher
-        self._publisher = kind(options.store, options.source, with_canary)
+        self._publisher = kind(options.store, options.source, options.staging.verify == "canary")
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._served: Published | None = None  # the last version that a replica has held
@@ -109,8 +107,6 @@ class VLLMWeightSender:
         self._announced = 0  # the last version that collectors were notified of
         self._lock = threading.Condition(threading.RLock())
         self._closed = False
-
-    # -- set-up -----------------------------------------------------------------------------------------------------
 
     def register_model(self, model: nn.Module) -> None:
         """Register the model whose weights are sent: a transformers model, with or without an adapter, or a wrapper."""
@@ -141,7 +137,7 @@ class VLLMWeightSender:
     def init_all_workers_group(
         self, model_metadata: Kinds | None = None, vllm_engine: object = None, *, takeover: bool = False
     ) -> None:
-        """Claim the weights of all replicas for this driver and open their transport.
+        """Claim the weights of all replicas for this driver, and open their transport.
 
         A replica that starts or restarts later is updated to the newest weights.
 
@@ -156,9 +152,8 @@ class VLLMWeightSender:
             ValueError: no engine, or one whose numbers differ from the scheme's.
             NoReplicaError: none of its replicas serves.
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
-            EngineError: a replica does not report its tensors.
-            WeightSyncError, EngineError: no replica opened the transport; the error is the first one's. If only some
-                failed, the next update reports them.
+            WeightSyncError, EngineError: a replica does not report its tensors, or none opened the transport; if only
+                some failed to, the next update reports them.
         """
         engine = engine_of(vllm_engine)
         check_numbers(engine, self.options)
@@ -193,22 +188,21 @@ class VLLMWeightSender:
             engine.register_weight_sync(self.bring, self.update_weights)
 
     def _open_transport(self) -> Transport:
-        options, store = self.options, self.options.store
+        options, store, group = self.options, self.options.store, self.options.collective
         name = "adapter" if options.source.lora == "adapter" else options.transport
-        collective = options.collective
-        of_nccl = collective.of_nccl if name == "nccl" else {}
-        return open_transport(
-            name, store.folder, store.seen_as, collective.torch_device, collective.buffer_bytes, **of_nccl
-        )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the sender was shut down: make a new scheme and sender")
+        of_nccl: dict[str, object] = {}
+        if name == "nccl":
+            of_nccl = {"address": group.master_address, "port": group.master_port, "num_buffers": group.num_buffers}
+        return open_transport(name, store.folder, store.seen_as, group.torch_device, group.buffer_bytes, **of_nccl)
 
     @property
     def has_engine(self) -> bool:
         """Whether :meth:`init_all_workers_group` was given an engine."""
         return self._swap is not None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sender was shut down: make a new scheme and sender")
 
     def _ready(self) -> RollingSwap:
         self._check_open()
@@ -220,8 +214,6 @@ class VLLMWeightSender:
                 "init_all_workers_group() again to take it back"
             )
         return self._swap
-
-    # -- one update -------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights | None = None, *, progress: bool = True) -> SyncReport:
         """Update all replicas to the model's current weights.
@@ -318,15 +310,16 @@ class VLLMWeightSender:
             swap, published = self._ready(), self._newest(_number("prefetch", version))
             # for the report: when the fetch began, as seconds after the start of publishing
             asked_at = time.perf_counter() - published.began
-            staged = swap.stage(published, replicas)
-            self._doubt_if_unread(staged)
+            staged = self._stage(swap, published, replicas)
             self._asked_at |= dict.fromkeys(staged, asked_at)
             return staged
 
-    def _doubt_if_unread(self, staged: Mapping[int, Staged]) -> None:
-        """Make the next version a whole one if a replica could not read this one."""
+    def _stage(self, swap: RollingSwap, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
+        staged = swap.stage(published, replicas)
+        # the next version is a whole one if a replica could not read this one
         if any(isinstance(one, WeightSyncError) for one in staged.values()):
             self._publisher.doubt()
+        return staged
 
     def _newest(self, version: int) -> Published:
         if self._published is None or self._published.version != version:
@@ -382,7 +375,7 @@ class VLLMWeightSender:
             self._failed = None if published is self._published else self._failed
         elif any(outcome.rejected for outcome in outcomes) and self._served is not published:
             self._failed = published
-        return published.report(tuple(outcome.asked(self._asked_at.get(outcome.replica, 0.0)) for outcome in outcomes))
+        return published.report(replace(one, asked_at=self._asked_at.get(one.replica, 0.0)) for one in outcomes)
 
     def report_published(self) -> SyncReport:
         """Return a report of the version published last."""
@@ -409,9 +402,7 @@ class VLLMWeightSender:
             entry = swap.engine.replica_table[index]
             if entry.state in SYNCABLE and entry.version == good.version:  # an update came first
                 return
-            staged = swap.stage(good, [index])
-            self._doubt_if_unread(staged)
-            report = self._apply(good, staged, [index])
+            report = self._apply(good, self._stage(swap, good, [index]), [index])
             if report.failed:
                 raise WeightSyncError(
                     f"replica {index} was not brought to version {good.version}: {report.failed[index]}"
@@ -425,8 +416,6 @@ class VLLMWeightSender:
         for collector in self._collectors:
             if (alive := collector()) is not None:
                 alive.increment_version()
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def _release_engine(self, to_itself: bool = False) -> None:
         if self._swap is not None:
@@ -462,8 +451,7 @@ def _number(call: str, version: object) -> int:
 class VLLMWeightReceiver:
     """Observes what a sender loads into an engine; :meth:`create_receiver` of a scheme makes it.
 
-    In TorchRL both sides join a process group at the same time. Here the sender has the engine: it sets replicas up and
-    updates them, with or without a receiver.
+    In TorchRL both sides join a process group. Here the sender updates the replicas, with or without a receiver.
 
     Args:
         scheme: the sender's, or one like it.
@@ -526,25 +514,15 @@ class VLLMWeightReceiver:
         return self.version > before
 
 
-# TorchRL's transport methods over a sender and the weight store: what ``create_transport`` of a scheme returns.
-
-
-class SenderScheme(Scheme, Protocol):
-    """A scheme that makes senders."""
-
-    def create_sender(self) -> VLLMWeightSender:
-        """Return the trainer's side."""
-
-
 class SenderTransport:
-    """Sends with its own sender, made on first use, and reads from the weight store.
+    """TorchRL's transport methods: sends with a sender of its own, made on first use, and reads from the weight store.
 
     Args:
         scheme: the options.
         vllm_engine: passed to the sender by :meth:`init_all_workers_group`; may be set later.
     """
 
-    def __init__(self, scheme: SenderScheme, vllm_engine: object = None) -> None:
+    def __init__(self, scheme: Scheme, vllm_engine: object = None) -> None:
         self._scheme, self.vllm_engine = scheme, vllm_engine
         self._sender: VLLMWeightSender | None = None
         self._store = WeightStoreReader(scheme.options.store.seen_as)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,13 @@ FAILED = -1
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def _has_ranks() -> bool:
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def is_first() -> bool:
     """Whether this process is rank 0, or the only one."""
-    return not torch.distributed.is_available() or not torch.distributed.is_initialized() or _rank() == 0
+    return not _has_ranks() or torch.distributed.get_rank() == 0
 
 
 def from_first(value: int) -> int:
@@ -65,21 +70,15 @@ def agreed(compute: Callable[[], int]) -> int:
 
 def _gathered(values: Sequence[int]) -> list[list[int]]:
     """Return the values of all ranks; all must call it, with as many."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not _has_ranks():
         return [list(values)]
+    # NCCL takes no tensors of the CPU
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     boxes = torch.zeros(torch.distributed.get_world_size(), len(values), dtype=torch.int64, device=device)
     own = torch.tensor(values, dtype=torch.int64, device=device)
     torch.distributed.all_gather(list(boxes), own)
     found: list[list[int]] = boxes.tolist()
     return found
-
-
-def _rank() -> int:
-    return int(torch.distributed.get_rank())
-
-
-# The tensors that a trainer's model sends: names, dtypes and shapes, as in the engine's checkpoint.
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -100,9 +99,9 @@ def trained_model(model: nn.Module) -> nn.Module:
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
     inner = getattr(model, "model", None)
-    return (
-        inner if isinstance(inner, nn.Module) and hasattr(inner, "config") and not hasattr(model, "config") else model
-    )
+    if isinstance(inner, nn.Module) and hasattr(inner, "config") and not hasattr(model, "config"):
+        return inner
+    return model
 
 
 def check_metadata(metadata: Kinds | None, expected: Kinds, model: ModelWeights | None = None) -> None:
@@ -122,9 +121,6 @@ def check_metadata(metadata: Kinds | None, expected: Kinds, model: ModelWeights 
             "metadata does not name the engine's checkpoint tensors: pass None, get_model_metadata(model) or "
             "engine.get_model_metadata(); a model's own stacked names need register_model(model) first"
         )
-
-
-# The contents of a version: names, dtypes and shapes, and the tensors one by one, from any source.
 
 
 Kinds = Mapping[str, TensorKind]
@@ -155,13 +151,8 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
             raise RuntimeError("publish: no model; call register_model(model) first, or pass weights")
         own = model
         own.check()
-        return Source(
-            own.kinds,
-            lambda dtypes=(): own.tensors(None, dtypes),
-            own.is_sharded,
-            lambda: contents(own.state()),
-            own.gathered_in,
-        )
+        read = partial(own.tensors, None)
+        return Source(own.kinds, read, own.is_sharded, lambda: contents(own.state()), own.gathered_in)
     named = named_tensors(weights)
     is_sharded = any(hasattr(tensor, "full_tensor") for tensor in named.values())
 
@@ -170,8 +161,7 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
 
     if model is not None and _has_own_names(named, model, expected, is_sharded):
         model.check(named)
-        read = model.tensors
-        return Source(model.kinds, lambda dtypes=(): read(named, dtypes), is_sharded, changes, model.gathered_in)
+        return Source(model.kinds, partial(model.tensors, named), is_sharded, changes, model.gathered_in)
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
 
     def tensors(dtypes: Dtypes = ()) -> Iterator[tuple[str, Tensor]]:
@@ -197,7 +187,7 @@ def named_tensors(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) 
     flatten = getattr(weights, "flatten_keys", None)  # of a TensorDict
     if flatten is not None:
         weights = dict(flatten(".").items())
-    pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
     if isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes | Tensor):
         pairs = list(pairs)
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
@@ -236,19 +226,16 @@ def cast_kinds(
     for name, (own, shape) in kinds.items():
         target = own
         if isinstance(dtype, torch.dtype):
-            target = dtype
+            target = dtype if own.is_floating_point else own
         elif dtype == "engine" and expected is not None and engine_dtype is not None and name in expected:
-            target = _widest(engine_dtype, expected[name][0])
-        # the engine may keep a tensor in its checkpoint's wider dtype; a narrower one is cast there
-        narrows = own.is_floating_point and target.is_floating_point and target.itemsize < own.itemsize
-        cast[name] = (target if narrows or (isinstance(dtype, torch.dtype) and own.is_floating_point) else own, shape)
+            # the engine may keep a tensor in its checkpoint's wider dtype; a narrower one is cast there
+            pair = engine_dtype, expected[name][0]
+            is_quantised = 1 in (pair[0].itemsize, pair[1].itemsize)  # torch promotes none of those
+            widest = max(pair, key=lambda one: one.itemsize) if is_quantised else torch.promote_types(*pair)
+            if own.is_floating_point and widest.is_floating_point and widest.itemsize < own.itemsize:
+                target = widest
+        cast[name] = (target, shape)
     return cast
-
-
-def _widest(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    if one.itemsize == 1 or other.itemsize == 1:  # quantised: torch promotes none of them
-        return max(one, other, key=lambda dtype: dtype.itemsize)
-    return torch.promote_types(one, other)
 
 
 # The adapter of a peft model as the two files that peft would save, which is what vLLM loads.
@@ -259,8 +246,8 @@ ELSEWHERE = ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_toke
 STARTS_ELSEWHERE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base weights too
 
 
-def check_adapter(model: nn.Module) -> None:
-    """Check that a model has one adapter, and that vLLM would compute with it as peft does."""
+def check_adapter(model: nn.Module, expected: Kinds | None = None) -> None:
+    """Check that a model has one adapter, that vLLM would compute with it as peft does, and that it fits an engine."""
     if not has_adapters(model):
         raise ValueError(
             f"lora='adapter' sends the adapter of a peft model, got {type(model).__name__} without one: wrap it with "
@@ -283,17 +270,13 @@ def check_adapter(model: nn.Module) -> None:
     LoraLayers(base_model(model))
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError("lora='adapter': the model is sharded (FSDP2), which is sent with lora='merged' only")
-
-
-def check_shapes(model: nn.Module, expected: Kinds) -> None:
-    """Check that a model's adapter has the shapes of the engine's weights, where names agree.
-
-    A base that is quantised on either side may be stored under other names, which is not an error.
-    """
+    if expected is None:
+        return
     tensors = _tensors(model)
     for key, down in tensors.items():
         module, part, _ = key.removeprefix(ROOT).partition(".lora_A.weight")
         up = tensors.get(f"{ROOT}{module}.lora_B.weight")
+        # a base that is quantised on either side may be stored under other names, which is not an error
         found = expected.get(f"{module}.weight")
         if part and up is not None and found is not None and tuple(found[1]) != (len(up), down.shape[1]):
             raise ManifestMismatch(

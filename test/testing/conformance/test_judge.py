@@ -14,8 +14,7 @@ from support.conformance import shared_moe
 from support.conforming_engine import QUICK, ConformingEngine, distribution
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, Settings
 from torchrl_moe.testing.conformance.checks import SAMPLINGS
-from torchrl_moe.testing.conformance.judge import Judge, Sampled, sampled_log_probs
-from torchrl_moe.testing.conformance.reference import Reference
+from torchrl_moe.testing.conformance.judge import Judge, Reference, Sampled, sampled_log_probs
 from torchrl_moe.testing.conformance.report import DoesNotHold
 
 PROMPT = (9, 30, 201)

@@ -14,7 +14,7 @@ from support.conforming_engine import QUICK, ConformingEngine
 from support.faulty_engines import TOKEN_SECONDS
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, check, interruptions
 from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway
-from torchrl_moe.testing.conformance.reference import Reference
+from torchrl_moe.testing.conformance.judge import Reference
 from torchrl_moe.testing.conformance.report import DoesNotHold
 from torchrl_moe.testing.conformance.trial import Trial
 

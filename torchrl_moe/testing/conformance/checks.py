@@ -46,12 +46,7 @@ class Check:
     name: str
     find: Callable[[Trial], Finding]
     advice: str
-    meaning: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.meaning:
-            first = (self.find.__doc__ or "").splitlines()[0]
-            object.__setattr__(self, "meaning", first[:1].lower() + first[1:].rstrip("."))
+    meaning: str
 
 
 _checks: list[Check] = []
@@ -61,13 +56,11 @@ def checked(advice: str) -> Callable[[Callable[[Trial], Finding]], Callable[[Tri
     """Add a function to :data:`CHECKS` under its own name."""
 
     def add(find: Callable[[Trial], Finding]) -> Callable[[Trial], Finding]:
-        _checks.append(Check(find.__name__, find, advice))
+        first = (find.__doc__ or "").splitlines()[0]
+        _checks.append(Check(find.__name__, find, advice, first[:1].lower() + first[1:].rstrip(".")))
         return find
 
     return add
-
-
-# Checks of the form of routes: rows, dtype, layers without a router, the last token, values.
 
 
 @checked("return the rows of prompt and answer, except for the last token: a row too few or too many shifts all others")
@@ -139,9 +132,6 @@ def values(trial: Trial) -> Finding:
     return Finding(faulty, 0, f"rows of {total} with an expert outside 0..{layout.num_experts - 1}, or twice{example}")
 
 
-# Checks that routes are correct: for plain answers, cached prompts, chunked prompts and several samples.
-
-
 @checked(
     "compare by hand one answer's rows with RouterReplay.record(): a shift by a token, another order of layers, or "
     "rows of another request; in lower precision raise Settings.tie"
@@ -193,7 +183,10 @@ def prefix_cache(trial: Trial) -> Finding:
     off, others = faults.count, ""
     # without a model nothing says which rows are wrong: the rows of the first time are the comparison
     if faults.wrong is None:
-        differing = _differing(trial, cold, warm, len(warm.prompt))
+        layers = list(trial.judge.layout.moe_layers)
+        left, right = (np.sort(trial.judge.routes(one)[: len(warm.prompt), layers]) for one in (cold, warm))
+        count = min(len(left), len(right))  # missing rows are counted already
+        differing = int((left[:count] != right[:count]).any(-1).sum())
         off, others = off + differing, f"; {differing} differ from those of the first time"
     return Finding(off, 0, f"faults with {cached} of {len(warm.prompt)} tokens cached, {faults.text}{others}")
 
@@ -230,17 +223,6 @@ def samples(trial: Trial) -> Finding:
         f"faults in {len(answers)} answers: {missing} rows missing, {wrong} wrong; {shared} pairs of different answers "
         "with the same rows",
     )
-
-
-def _differing(trial: Trial, one: Sampled, two: Sampled, tokens: int) -> int:
-    """Count the rows (token, layer) of the leading tokens in which two answers have different experts."""
-    layers = list(trial.judge.layout.moe_layers)
-    left, right = (np.sort(trial.judge.routes(sampled)[:tokens, layers]) for sampled in (one, two))
-    rows = min(len(left), len(right))  # missing rows are counted elsewhere
-    return int((left[:rows] != right[:rows]).any(-1).sum())
-
-
-# Checks that log-probs are of the sampled distribution, under every setting that changes it.
 
 
 SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
@@ -292,9 +274,6 @@ _checks += [
 ]
 
 
-# Checks of answers that are aborted, and that continue afterwards.
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """An aborted answer, the complete answer that it became, and a judge with the weights that made its second part."""
@@ -312,8 +291,12 @@ def resumed(trial: Trial) -> Resumed:
         raise NotOffered("the adapter has no resume(prompt, answer, sampling)")
     part = trial.once(cut_midway)
     # With other weights in between, rows that are computed again differ from those that were delivered.
+    has_other_weights = True
     try:
-        has_other_weights = _switched(trial)
+        try:
+            trial.switch_weights()
+        except NotOffered:
+            has_other_weights = False
         judge = trial.judge_now
         resuming = in_thread(lambda: engine.resume(part.prompt, part.answer, part.sampling))
         answer = result(resuming, trial.settings.patience)
@@ -383,42 +366,8 @@ def resumed_tail(trial: Trial) -> Finding:
     )
 
 
-def _switched(trial: Trial) -> bool:
-    """Change the engine's weights, if it takes new ones; return whether it did."""
-    try:
-        trial.switch_weights()
-    except NotOffered:
-        return False
-    return True
-
-
 def _places_that_differ(one: list[int], two: list[int]) -> int:
     return int(np.sum(np.array(one) != np.array(two)))
-
-
-# Checks of weight updates: answers after an update, and answers that continue over one.
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """Answers to one prompt before and after a weight update, the judge of the second, and the engine's versions."""
-
-    before: Sampled
-    after: Sampled
-    judge: Judge
-    versions: tuple[int | None, int | None]
-
-
-def updated(trial: Trial) -> Updated:
-    """Send a long prompt, update the weights, and send it again; the model's own weights are restored afterwards."""
-    # a long prompt, so that an engine with a prefix cache has old blocks to reuse by mistake
-    prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
-    before, version = trial.ask([prompt], sampling)[0], trial.version()
-    try:
-        judge = trial.judge.by(trial.switch_weights())
-        return Updated(before, trial.ask([prompt], sampling)[0], judge, (version, trial.version()))
-    finally:
-        trial.restore_weights()
 
 
 @checked("label each token with the version of the weights that made it")
@@ -438,11 +387,18 @@ def versions(trial: Trial) -> Finding:
 @checked("send every tensor, buffers too, and drop the prefix cache (or salt it by version) with each update")
 def update(trial: Trial) -> Finding:
     """After an update answers come from the new weights, also for a prompt that is cached from the old ones."""
-    found = trial.once(updated)
-    off = found.judge.gap(found.after)[0]
-    stale = trial.judge.gap(found.after)[0]
+    # a long prompt, so that an engine with a prefix cache has old blocks to reuse by mistake
+    prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
+    trial.ask([prompt], sampling)
+    old = trial.version()
+    try:
+        judge = trial.judge.by(trial.switch_weights())
+        after, new = trial.ask([prompt], sampling)[0], trial.version()
+    finally:
+        trial.restore_weights()
+    off = judge.gap(after)[0]
+    stale = trial.judge.gap(after)[0]
     allowed = trial.settings.tolerance
-    old, new = found.versions
     # new weights under an old version would be stored as the old policy's
     if old is not None and new is not None and new <= old:
         off = float("inf")
@@ -454,7 +410,7 @@ def update(trial: Trial) -> Finding:
         off,
         allowed,
         f"largest difference of log-probs after an update (of the old weights: {stale:.1e}); "
-        f"{found.after.answer.num_cached_tokens} tokens of the prompt cached; version {old}, then {new}",
+        f"{after.answer.num_cached_tokens} tokens of the prompt cached; version {old}, then {new}",
     )
 
 
@@ -528,11 +484,13 @@ def check(
     Raises:
         ValueError: ``only`` names an unknown check.
     """
-    chosen = _chosen(only)  # before a model is loaded
+    names = {one.name for one in CHECKS} if only is None else set(only)
+    if unknown := sorted(names - {one.name for one in CHECKS}):  # before a model is loaded
+        raise ValueError(f"no checks {unknown}; there are {[one.name for one in CHECKS]}")
     trial = open_trial(adapter, model, layout, settings)
     lost: tuple[CheckResult, ...] = ()
     try:
-        results = tuple(run_check(one, trial) for one in chosen)
+        results = tuple(run_check(one, trial) for one in CHECKS if one.name in names)
     finally:
         lost = _closed(trial)
     return ConformanceReport(str(getattr(adapter, "name", type(adapter).__name__)), (*results, *lost))
@@ -547,7 +505,7 @@ def open_trial(
     """Return what :func:`run_check` needs, to be closed by the caller; arguments as of :func:`check`."""
     from transformers import AutoModelForCausalLM
 
-    from torchrl_moe.testing.conformance.reference import Reference
+    from torchrl_moe.testing.conformance.judge import Reference
     from torchrl_moe.testing.conformance.trial import Trial
 
     if isinstance(model, str | Path):
@@ -589,13 +547,3 @@ def _closed(trial: Trial) -> tuple[CheckResult, ...]:
             ),
         )
     return ()
-
-
-def _chosen(only: Iterable[str] | None) -> tuple[Check, ...]:
-    if only is None:
-        return CHECKS
-    names = list(only)
-    unknown = sorted(set(names) - {one.name for one in CHECKS})
-    if unknown:
-        raise ValueError(f"no checks {unknown}; there are {[one.name for one in CHECKS]}")
-    return tuple(one for one in CHECKS if one.name in names)

@@ -119,7 +119,6 @@ class RouteFaults:
 
     @property
     def count(self) -> int:
-        """Number of missing and wrong rows."""
         return self.missing + (self.wrong or 0)
 
     @property
@@ -205,8 +204,7 @@ class ConformanceReport:
         table = plain_table(self.title, HEADER, self._rows(), wide=("check", "verdict", "seen"))
         return "\n".join([table, *self._advice()])
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def _repr_html_(self) -> str:
         return html_table(self.title, HEADER, self._rows(), note=" ".join(self._advice()))
@@ -225,9 +223,9 @@ class ConformanceReport:
     def to_dict(self) -> dict[str, object]:
         """Return the report as plain data: ``engine``, ``holds`` (no failure) and a mapping for each of ``checks``."""
         rows = [asdict(result) for result in self.results]
-        # JSON has no infinity, and a NaN is no number either
         for row in rows:
-            row["off"] = row["off"] if row["off"] is not None and math.isfinite(row["off"]) else None
+            if row["off"] is not None and not math.isfinite(row["off"]):  # JSON has no infinity, and no NaN
+                row["off"] = None
         return {"engine": self.engine, "holds": not self.failures, "checks": rows}
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -29,21 +29,21 @@ from torchrl_moe.testing.conformance.adapter import (
     Sampling,
     UpdatesWeights,
 )
-from torchrl_moe.testing.conformance.judge import Judge, Sampled
-from torchrl_moe.testing.conformance.reference import Reference
+from torchrl_moe.testing.conformance.judge import Judge, Reference, Sampled
 from torchrl_moe.testing.conformance.report import DoesNotHold, Settings, in_thread, result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The adapter of our own services: ``AsyncVLLM`` with any backend and engine, and ``FakeAsyncVLLM``.
-
-
-SECONDS = 60.0
+SECONDS = 60.0  # that a replica gets to name its version
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+Made = TypeVar("Made")
 
 
 class ServiceAdapter:
-    """A service, as the checks use it. Routes are those that ``vLLMWrapper`` would write for training.
+    """The adapter of our own services: ``AsyncVLLM`` with any backend and engine, and ``FakeAsyncVLLM``.
+
+    Routes are those that ``vLLMWrapper`` would write for training.
 
     Args:
         engine: the service.
@@ -125,10 +125,6 @@ def _params(sampling: Sampling) -> dict[str, object]:
     }
 
 
-Made = TypeVar("Made")
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
 class Trial:
     """The checks' access to an engine."""
 
@@ -145,8 +141,6 @@ class Trial:
         self._altered: Reference | None = None
         self._made: dict[Any, Future[Any]] = {}
 
-    # -- asking -----------------------------------------------------------------------------------------------------
-
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         """Return a prompt of random ids, none of them special."""
         special: set[int | None] = set()
@@ -162,7 +156,6 @@ class Trial:
     def ask(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, request_ids: Sequence[str] | None = None
     ) -> list[Sampled]:
-        """Return all answers to prompts, in order."""
         # in a thread: an engine that hangs is a finding, not the end of the run
         asked = in_thread(lambda: self.adapter.generate(prompts, sampling, request_ids))
         groups = result(asked, self.settings.patience)
@@ -206,8 +199,6 @@ class Trial:
             self._made[make] = made
         return self._made[make].result()
 
-    # -- weights ----------------------------------------------------------------------------------------------------
-
     @property
     def judge_now(self) -> Judge:
         """A judge with the weights that the engine has now."""
@@ -242,7 +233,6 @@ class Trial:
         return self.adapter.weights_version() if isinstance(self.adapter, ReportsVersion) else None
 
     def close(self) -> None:
-        """Restore engine and model."""
         try:
             self.restore_weights()
         finally:

@@ -6,13 +6,11 @@ from there, and a collective transport sends the store's flat bytes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Replica, ReplicaInfo, StageReport, SwapReport
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
@@ -28,20 +26,6 @@ class StageOptions:
 
     verify: Literal["digest", "canary", "off"] = "digest"
     threads: int = 1
-
-
-@contextmanager
-def asked(replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> Iterator[Future[StageReport]]:
-    """Ask a replica to prepare a version, in a thread; its report is a future inside the context."""
-    caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
-    try:
-        yield caller.submit(
-            lambda: replica.call(
-                Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, manifest.to_json()
-            )
-        )
-    finally:
-        caller.shutdown(wait=False)  # the thread ends with its job
 
 
 class Transport(Protocol):

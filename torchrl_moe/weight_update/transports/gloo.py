@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -39,22 +38,17 @@ from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapRepor
 from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader
 from torchrl_moe.store.content import Bytes, check_digest
 from torchrl_moe.store.folder import at_end
-from torchrl_moe.weight_update.transports.base import StageOptions, asked, workers_of
-
-# Where the ranks of a group meet, and announce that they are ready; others are kept out.
-#
-# That is a folder of this host, which only this user can open: there is no port. What a group sends afterwards goes
-# through gloo's own connections, which have neither authentication nor encryption.
-
+from torchrl_moe.weight_update.transports.base import StageOptions, workers_of
 
 MEETING_POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most
 
 
 class Meeting(Store):
-    """What the ranks of one group leave for each other: a folder, with a file for each value, as gloo uses a store.
+    """Where the ranks of one group meet, as gloo uses a store: a folder of this host, with a file for each value.
 
-    It has our deadline and a way to close it: torch's own waits have neither. ``FileStore`` waits for minutes for a
-    file whose folder is gone, and no other thread runs meanwhile.
+    Only this user can open it, and there is no port; what the group sends afterwards goes through gloo's connections,
+    which have neither authentication nor encryption. It has our deadline and a way to close it: torch's own waits have
+    neither. ``FileStore`` waits for minutes for a file whose folder is gone, and no other thread runs meanwhile.
     """
 
     def __init__(
@@ -85,7 +79,6 @@ class Meeting(Store):
             raise RuntimeError("the trainer has given the group up") from None
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Leave a value."""
         # written under another name first, so that no rank reads half of it
         with self._naming_the_end():
             whole = tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False)  # noqa: SIM115  it is moved
@@ -94,13 +87,11 @@ class Meeting(Store):
             os.replace(whole.name, self._file(key))
 
     def get(self, key: str) -> bytes:
-        """Return a value, once it is there."""
         self.wait([key])
         with self._naming_the_end():
             return self._file(key).read_bytes()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
         with self._naming_the_end():
             found = set(os.listdir(self._folder))
         return all(self._file(key).name in found for key in keys)
@@ -117,8 +108,7 @@ class Meeting(Store):
                 raise RuntimeError("the meeting was closed")
             pause = min(pause * 1.5, longest)
 
-    def has_extended_api(self) -> bool:
-        """Say that only the methods above are there."""
+    def has_extended_api(self) -> bool:  # only the methods above are there
         return False
 
     def close(self) -> None:
@@ -162,12 +152,6 @@ class MeetingPlace:
                 self._folder = None
 
 
-# A gloo communicator of its own between one sender and the workers of one replica, to send flat bytes through.
-#
-# It is independent of ``torch.distributed``'s default group in either process. Where its ranks meet, workers also
-# announce that they are ready: so nothing is sent to one that will not read.
-
-
 BUFFER_BYTES = 64 << 20
 SENDER = 0
 LOOPBACK = "127.0.0.1"
@@ -177,9 +161,11 @@ dist: Any = torch.distributed  # its stubs leave out groups
 
 
 class GlooGroup:
-    """One communicator. Making it waits until all ranks are there. It ends when it is dropped.
+    """A communicator of its own between the sender and the workers of one replica, to send flat bytes through.
 
-    ``GLOO_SOCKET_IFNAME`` chooses the interface, as it does for torch.
+    It is independent of ``torch.distributed``'s default group in either process. Making it waits until all ranks are
+    there, and it ends when it is dropped. Where its ranks meet, workers also announce that they are ready: so nothing
+    is sent to one that will not read. ``GLOO_SOCKET_IFNAME`` chooses the interface, as it does for torch.
     """
 
     def __init__(
@@ -204,7 +190,13 @@ class GlooGroup:
             raise SyncTimeout(
                 f"the {world_size} ranks of a gloo group did not meet within {round(timeout, 1):g} s: {error}"
             ) from None
-        self._end = at_end(self, _end, self._group.abort, meeting)
+        abort = self._group.abort  # a bound method of torch's group, not of this object
+
+        def end() -> None:
+            abort()
+            meeting.close()
+
+        self._end = at_end(self, end)
 
     def broadcast(self, flat: Tensor, deadline: float, on_bucket: Callable[[int], None]) -> None:
         """Send ``flat`` from the sender to all workers, or receive it, in buckets."""
@@ -242,19 +234,10 @@ class GlooGroup:
 def _options(timeout: float) -> object:
     options = dist.ProcessGroupGloo._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(**({"interface": interface} if interface else {"hostname": LOOPBACK}))
-    ]
+    where = {"interface": interface} if interface else {"hostname": LOOPBACK}
+    options._devices = [dist.ProcessGroupGloo.create_device(**where)]
     options._timeout = timedelta(seconds=timeout)
     return options
-
-
-def _end(abort: Callable[[], object], meeting: Meeting) -> None:
-    abort()
-    meeting.close()
-
-
-# A version's flat bytes as they arrive: the tensors in them, and whether their digests are those published.
 
 
 def as_tensor(flat: Bytes) -> Tensor:
@@ -272,42 +255,13 @@ def tensor_in(flat: Tensor, entry: TensorEntry) -> Tensor:
     return flat[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
 
 
-class Digests:
-    """Compares the tensors that have arrived, while others arrive."""
-
-    def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
-        self._version, self._pool = manifest.version, pool
-        self._left = sorted(manifest.entries, key=lambda entry: entry.offset, reverse=True)
-        self._bytes: Bytes = flat.numpy()
-        self._jobs: list[Future[None]] = []
-
-    def arrived(self, count: int) -> None:
-        """Note that the first ``count`` bytes have arrived."""
-        whole = []
-        while self._left and self._left[-1].end <= count:
-            whole.append(self._left.pop())
-        if self._pool is not None:
-            self._jobs.append(self._pool.submit(self._compare, whole))
-
-    def _compare(self, entries: list[TensorEntry]) -> None:
-        for entry in entries:
-            check_digest(self._version, entry, self._bytes[entry.offset : entry.end].data)
-
-    def result(self) -> None:
-        """Raise the ``DigestMismatch`` that was found, if any."""
-        for job in self._jobs:
-            job.result()
-
-
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
-# -- the trainer's end ------------------------------------------------------------------------------------------------
-
 
 class GlooTransport:
-    """Sends versions to replicas of this host by broadcast, to each replica separately."""
+    """The trainer's end: sends versions to replicas of this host by broadcast, to each replica separately."""
 
     def __init__(
         self,
@@ -328,44 +282,39 @@ class GlooTransport:
     def open(self, replica: Replica, timeout: float) -> None:
         """Connect with a replica's workers, replacing an earlier group."""
         self._drop(replica)
-        options, deadline = self._init(replica, timeout), time.monotonic() + timeout
-        known = weakref.ref(replica)  # what the group keeps must not keep the replica
-
-        def check() -> None:
-            if (there := known()) is not None and not there.is_alive():
-                raise ReplicaDiedError("the replica ended before its workers joined")
-
-        where, left = options["meeting"], max(deadline - time.monotonic(), LEAST_SECONDS)
-        try:
-            meeting = self._place.meet(where, left, check)
-            group = GlooGroup(meeting, SENDER, options["world_size"], left, self._buffer_bytes)
-        except TorchRLMoEError:  # one of which is an OSError too
-            raise
-        except (RuntimeError, OSError) as error:
-            raise WeightSyncError(f"no gloo group on this host: {error}") from None
-        with self._lock:
-            self._groups[replica] = group
-
-    def _init(self, replica: Replica, timeout: float) -> dict[str, Any]:
-        """Send a replica's workers to a meeting; return the options that they got."""
-        workers = workers_of(replica.wait_ready(timeout))
+        world_size = workers_of(replica.wait_ready(timeout)) + RANK_OFFSET
         try:
             where = self._place.begin()
         except OSError as error:
             raise WeightSyncError(f"no gloo group on this host: {error}") from None
         options = {
             "meeting": where,
-            "world_size": workers + RANK_OFFSET,
+            "world_size": world_size,
             "rank_offset": RANK_OFFSET,
             "timeout_seconds": timeout,
             "buffer_bytes": self._buffer_bytes,
         }
+        # the workers go to the meeting in threads of theirs, and then the trainer does
         try:
             replica.call(Engine.init_weights, timeout, "gloo", options)
         except BaseException:
             self._place.end(where)
             raise
-        return options
+        known = weakref.ref(replica)  # what the group keeps must not keep the replica
+
+        def check() -> None:
+            if (there := known()) is not None and not there.is_alive():
+                raise ReplicaDiedError("the replica ended before its workers joined")
+
+        try:
+            meeting = self._place.meet(where, timeout, check)
+            group = GlooGroup(meeting, SENDER, world_size, timeout, self._buffer_bytes)
+        except TorchRLMoEError:  # one of which is an OSError too
+            raise
+        except (RuntimeError, OSError) as error:
+            raise WeightSyncError(f"no gloo group on this host: {error}") from None
+        with self._lock:
+            self._groups[replica] = group
 
     def _drop(self, replica: Replica) -> None:
         """Close a replica's group: its workers' ends will be new, or gone."""
@@ -375,33 +324,32 @@ class GlooTransport:
             group.close()
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Send a version to a replica while it generates."""
+        deadline, name = time.monotonic() + timeout, f"version {manifest.version}"
         try:
-            return self._stage(replica, manifest, options, timeout)
+            if replica not in self._groups:
+                self.open(replica, timeout)
+            with self._reader.flat(manifest) as (whole, flat):
+                # the replica waits for the bytes while it answers, so it is asked in a thread
+                caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
+                what = (whole.version, options.verify, options.threads, whole.to_json())
+                answer = caller.submit(lambda: replica.call(Engine.stage_weights, timeout, *what))
+                caller.shutdown(wait=False)  # the thread ends with its job
+                try:
+                    self._send(self._groups[replica], whole, flat, answer, deadline)
+                    return answer.result(max(deadline - time.monotonic(), 0))
+                except TimeoutError as error:
+                    raise SyncTimeout(f"{name} did not arrive within {timeout:g} s: {error}") from None
+                except RuntimeError as error:  # of gloo, which knows only that a connection broke
+                    self._drop(replica)
+                    raise (_error_of(answer) or WeightSyncError(f"{name} was not sent: {error}")) from None
         except BaseException:
             self._drop(replica)
             raise
 
-    def _stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        deadline = time.monotonic() + timeout
-        if replica not in self._groups:
-            self.open(replica, timeout)
-        with self._reader.flat(manifest) as (whole, flat), asked(replica, whole, options, timeout) as answer:
-            try:
-                self._send(self._groups[replica], whole, flat, answer, deadline)
-                report: StageReport = answer.result(max(deadline - time.monotonic(), 0))
-            except TimeoutError as error:
-                raise SyncTimeout(f"version {manifest.version} did not arrive within {timeout:g} s: {error}") from None
-            except RuntimeError as error:  # of gloo, which knows only that a connection broke
-                self._drop(replica)
-                raise (
-                    _error_of(answer) or WeightSyncError(f"version {manifest.version} was not sent: {error}")
-                ) from None
-        return report
-
     def _send(
         self, group: GlooGroup, manifest: Manifest, flat: Bytes, answer: Future[StageReport], deadline: float
     ) -> None:
+        # nothing is sent to a replica that will not read: it may refuse the version, and would be waited for
         while not group.all_ready():
             if answer.done():
                 answer.result()
@@ -422,7 +370,6 @@ class GlooTransport:
         return swap()
 
     def close(self) -> None:
-        """Leave all groups. Idempotent."""
         for replica in list(self._groups):
             self._drop(replica)
         self._place.close()
@@ -430,16 +377,13 @@ class GlooTransport:
 
 def _error_of(answer: Future[StageReport]) -> BaseException | None:
     """Return a replica's own error for a transfer that failed, if it comes in time."""
-    with contextlib.suppress(FutureTimeout):
+    with contextlib.suppress(TimeoutError):
         return answer.exception(GRACE_SECONDS)
     return None
 
 
-# -- a worker's end ---------------------------------------------------------------------------------------------------
-
-
 class GlooReceiver:
-    """Receives versions. It connects to its sender in a thread: a worker that waits generates nothing."""
+    """A worker's end. It connects to its sender in a thread: a worker that waits generates nothing."""
 
     def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._timeout = float(options["timeout_seconds"])
@@ -463,11 +407,28 @@ class GlooReceiver:
             if len(self._buffer) < size:
                 self._buffer = torch.empty(size, dtype=torch.uint8)
             group, flat = self._group.result(), self._buffer[:size]
+            content: Bytes = flat.numpy()
+            left = sorted(manifest.entries, key=lambda entry: entry.offset, reverse=True)
+            jobs: list[Future[None]] = []
+
+            def compare(entries: list[TensorEntry]) -> None:
+                for entry in entries:
+                    check_digest(manifest.version, entry, content[entry.offset : entry.end].data)
+
+            def note(count: int) -> None:
+                # tensors that are there whole are compared while others arrive
+                whole = []
+                while left and left[-1].end <= count:
+                    whole.append(left.pop())
+                if verify:
+                    jobs.append(pool.submit(compare, whole))
+
             with ThreadPoolExecutor(threads, thread_name_prefix="weight-digest") as pool:
-                digests = Digests(manifest, flat, pool if verify else None)
+                # the trainer sends once all workers have announced that they read
                 group.announce()
-                group.broadcast(flat, deadline, digests.arrived)
-            digests.result()
+                group.broadcast(flat, deadline, note)
+            for job in jobs:
+                job.result()
             self._held, arrived = manifest, True
         finally:
             if not arrived:
@@ -479,7 +440,6 @@ class GlooReceiver:
             self._group.result().close()
 
     def manifest(self, version: int) -> Manifest:
-        """Return the manifest of the version that is held."""
         held = self._held
         if held is None or held.version != version:
             raise ManifestMismatch(

@@ -39,8 +39,6 @@ from torchrl_moe.weight_update.transports.base import StageOptions, workers_of
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-# -- the trainer's end ------------------------------------------------------------------------------------------------
-
 
 class StoredVersion(WeightSource):
     """A version of the store as vLLM's source of weights, moved to the device that sends."""
@@ -49,17 +47,14 @@ class StoredVersion(WeightSource):
         self._reader, self._device = reader, device
         self.manifest: Manifest | None = None
 
-    def _sent(self) -> Manifest:
-        if self.manifest is None:
-            raise WeightSyncError("nothing is being sent")
-        return self.manifest
-
     def metadata(self) -> list[ParamMeta]:
         """Return name, dtype and shape of each tensor, in order."""
-        return [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in self._sent().tensors.items()]
+        assert self.manifest is not None  # set before anything is sent
+        return [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in self.manifest.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        with self._reader.reading(self._sent(), verify=True) as tensors:
+        assert self.manifest is not None
+        with self._reader.reading(self.manifest, verify=True) as tensors:
             for name, tensor in tensors.items():
                 yield name, tensor.to(self._device)
 
@@ -77,7 +72,6 @@ class Client:
         self.answer: Future[SwapReport] = Future()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the replica's workers join."""
         replica = self._replica()
         if replica is None:
             raise WeightSyncError("the replica is gone")
@@ -153,51 +147,39 @@ class NCCLTransport:
         self._timeout = timeout
         workers = workers_of(replica.wait_ready(timeout))
         source, client = StoredVersion(self._reader, self._device), Client(replica, timeout)
+        # each replica has a meeting of its own
+        if self._port:
+            port = self._port + replica.index
+        else:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                port = free.getsockname()[1]
         with torch.cuda.device(self._device):
             info = NCCLTrainerInitInfo(
-                master_address=self._address,
-                master_port=self._port_of(replica),
-                world_size=workers + 1,
-                rank=0,
-                **self._packed,
+                master_address=self._address, master_port=port, world_size=workers + 1, rank=0, **self._packed
             )
             sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
         with self._lock:
             self._links[replica] = _Link(sender, client, source)
 
-    def _port_of(self, replica: Replica) -> int:
-        if self._port:
-            return self._port + int(getattr(replica, "index", 0))
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return int(free.getsockname()[1])
-
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica check a version; its bytes come in the pause."""
         if replica not in self._links:  # the last transfer failed
             self.open(replica, timeout)
-        what = (manifest.version, options.verify, options.threads, manifest.to_json())
-        return replica.call(Engine.stage_weights, timeout, *what)
+        return replica.call(
+            Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, manifest.to_json()
+        )
 
     def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
-        """Swap, and broadcast a version into the pause."""
-        try:
-            return self._swapping(replica, manifest, swap)
-        except TorchRLMoEError:  # some of which are of these kinds too
-            raise
-        except (RuntimeError, OSError) as error:  # of torch, NCCL and sockets
-            raise WeightSyncError(f"version {manifest.version} was not sent: {error}") from error
-
-    def _swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
-        if replica not in self._links:  # the attempt before failed
-            self.open(replica, self._timeout)
-        link = self._links[replica]
-        link.source.manifest, link.client.swap, link.client.answer = manifest, swap, Future()
-        executor = ThreadPoolExecutor(1, thread_name_prefix="weight-nccl")
-        sending = executor.submit(self._send, link)
-        executor.shutdown(wait=False)  # the thread ends with its job
         is_through = False
         try:
+            if replica not in self._links:  # the attempt before failed
+                self.open(replica, self._timeout)
+            link = self._links[replica]
+            link.source.manifest, link.client.swap, link.client.answer = manifest, swap, Future()
+            executor = ThreadPoolExecutor(1, thread_name_prefix="weight-nccl")
+            sending = executor.submit(self._send, link)
+            executor.shutdown(wait=False)  # the thread ends with its job
             first: list[Future[Any]] = [link.client.answer, sending]
             wait(first, return_when=FIRST_COMPLETED)
             if not link.client.answer.done():  # the broadcast ended before the replica did
@@ -207,10 +189,14 @@ class NCCLTransport:
             if report.error is None:
                 sending.result()
                 is_through = True
+            return report
+        except TorchRLMoEError:  # some of which are of these kinds too
+            raise
+        except (RuntimeError, OSError) as error:  # of torch, NCCL and sockets
+            raise WeightSyncError(f"version {manifest.version} was not sent: {error}") from error
         finally:
             if not is_through:
                 self._drop(replica)
-        return report
 
     def _send(self, link: _Link) -> None:
         with torch.cuda.device(self._device):
@@ -223,16 +209,12 @@ class NCCLTransport:
             link.sender.shutdown()  # which aborts what still runs
 
     def close(self) -> None:
-        """Close all communicators. Idempotent."""
         for replica in list(self._links):
             self._drop(replica)
 
 
-# -- a worker's end ---------------------------------------------------------------------------------------------------
-
-
 class NCCLReceiver:
-    """Loads versions into a worker's model as they arrive.
+    """A worker's end, which loads versions into its model as they arrive.
 
     Args:
         init_info: what vLLM's sender tells its workers.
@@ -255,7 +237,6 @@ class NCCLReceiver:
         raise WeightSyncError(f"version {manifest.version} is loaded as it arrives")
 
     def load_into(self, model: nn.Module, manifest: Manifest) -> None:
-        """Receive a version into a model that vLLM has taken apart."""
         self._engine.model = model
         kinds = manifest.tensors
         self._engine.receive_weights(
@@ -267,5 +248,4 @@ class NCCLReceiver:
         )
 
     def close(self) -> None:
-        """Leave the communicator. Idempotent."""
         self._engine.shutdown()

@@ -15,21 +15,17 @@ from torchrl_moe.modules.backends.replica import Replica, StageReport, SwapRepor
 from torchrl_moe.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Receiver, StageOptions, Transport, rank_of
 
-# The transport without a transfer: replicas map the weight store themselves.
-
 
 class MemmapTransport:
-    """The trainer's end; see :class:`~torchrl_moe.weight_update.transports.base.Transport`."""
+    """The trainer's end of the transport without a transfer: replicas map the weight store themselves."""
 
     def __init__(self, folder: Path, holding: Literal["memmap", "adapter"] = "memmap") -> None:
         self.folder, self._holding = folder, holding
 
     def open(self, replica: Replica, timeout: float) -> None:
-        """Tell a replica where the store is."""
         replica.call(Engine.init_weights, timeout, self._holding, {"folder": str(self.folder)})
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Let a replica read a version."""
         return replica.call(Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, None)
 
     def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
@@ -48,7 +44,6 @@ class MemmapReceiver:
         self._reader = WeightStoreReader(folder)
 
     def manifest(self, version: int) -> Manifest:
-        """Return the manifest of a published version."""
         return self._reader.manifest(version)
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
@@ -58,11 +53,9 @@ class MemmapReceiver:
             pass
 
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Yield the tensors as they are in the store."""
         return self._reader.reading(manifest)
 
     def close(self) -> None:
-        """Unmap the store. Idempotent."""
         self._reader.close()
 
 
@@ -91,7 +84,6 @@ def open_transport(
 
 
 def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> Receiver:
-    """Return a worker's end of a transport."""
     if name == "memmap":
         return MemmapReceiver(**options)
     if name == "gloo":
