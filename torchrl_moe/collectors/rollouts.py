@@ -519,7 +519,7 @@ class Rollouts:
             self._progress_at, self._has_completed = time.monotonic(), True
             # the filter is the user's code, so in a thread, and the group may be dropped meanwhile
             keep = settings.group_filter
-            is_kept = keep is None or await self._environments.call(keep, group.rows)
+            is_kept = keep is None or await self._environments.threads.call(keep, group.rows)
             if group.number not in self.groups:
                 return
             if is_kept:
@@ -664,7 +664,7 @@ class Rollouts:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
         self._prompts.load_state_dict(state["prompts"])
         self._restored_answers = dict(state["answers"])
-        self.schedule.restart(state["begun"])
+        self.schedule.begun = state["begun"]
         self._restored = deque(sorted(state["ready"], key=lambda entry: entry["position"]))
 
     # -- ends -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from torchrl_moe.collectors.environments import (
     EnvironmentTimeoutError,
     Generate,
     Threads,
-    plainly,
     take_dataloader,
     too_many_turns,
     with_batch_size,
@@ -264,7 +263,7 @@ class Workflow:
 
     def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
         self._function = function
-        self._threads = self._new_threads()
+        self.threads = self._new_threads()
 
     @staticmethod
     def _new_threads() -> Threads:
@@ -281,7 +280,7 @@ class Workflow:
     ) -> list[TensorDictBase]:
         """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``."""
         data = data.copy()
-        asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
+        asyncio.get_running_loop().set_default_executor(self.threads)  # of asyncio.to_thread
         clock = Clock(timeout)
 
         # the time that the engine takes is not the function's
@@ -298,13 +297,10 @@ class Workflow:
             await conversation.close()
         return [] if reward is None else [lazy_stack([row]) for row in conversation.rows(reward)]
 
-    async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, plainly, function, *arguments)
-
     def close(self, keep: object = None) -> None:
         """End the threads; ``keep`` has no effect."""
         del keep
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Clock:

@@ -186,7 +186,7 @@ class HarnessEnv(Workflow):
         if keep is self:
             return
         super().close()
-        self._threads = self._new_threads()
+        self.threads = self._new_threads()
         if self._own is not None:
             self._own.close()
             self._own = None
