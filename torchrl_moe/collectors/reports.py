@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 class CollectionProgress:
-    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C leaves it
-    open.
-    """
+    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C does not."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._total = total if total >= 0 else None
@@ -109,13 +107,19 @@ class SampleReader:
     def cells(self, row: TensorDictBase, characters: int) -> tuple[str, ...]:
         """Return the texts of :attr:`COLUMNS` of a row, batch size ``[]``; prompts and answers are cut."""
         versions = row.get(("policy_versions", "full"), None)
-        versions = None if versions is None else versions[versions >= 0]  # -1: not sampled
+        if versions is None:
+            version = _cell(_plain(row.get("policy_version", None)))
+        elif len(known := versions[versions >= 0]):  # -1: not sampled
+            low, high = int(known.min()), int(known.max())
+            version = f"{low}" if low == high else f"{low} to {high}"
+        else:
+            version = ABSENT
         return (
             _cell(_plain(row.get("group_id", None))),
             *(one_line(self._part(row, part), characters) for part in ("prompt", "response")),
             _cell(_reward(row)),
             _cell(self._num_tokens(row, self._is_padded(row))),
-            _cell(_plain(row.get("policy_version", None))) if versions is None else _span(versions),
+            version,
             _cell(_plain(row.get("num_segments", None))),
             _cell(_plain(row.get("finish_reason", None))),
         )
@@ -124,7 +128,6 @@ class SampleReader:
         return bool(getattr(row.get(self._tokens, None), "padded", False))
 
     def _num_tokens(self, row: TensorDictBase, is_padded: bool) -> int:
-        """How many tokens were generated."""
         ids = self._ids(row, "response", is_padded)
         return 0 if ids is None else len(ids)
 
@@ -168,13 +171,6 @@ def _cell(value: object) -> str:
     if value is None:
         return ABSENT
     return f"{value:.4g}" if isinstance(value, float) else one_line(str(value), 40)
-
-
-def _span(versions: torch.Tensor) -> str:
-    if not len(versions):
-        return ABSENT
-    low, high = int(versions.min()), int(versions.max())
-    return f"{low}" if low == high else f"{low} to {high}"
 
 
 # -- the record of a collection ---------------------------------------------------------------------------------------
@@ -260,6 +256,10 @@ class FreeRunning(BaseCollector):
         """What ended the collection, if not a shutdown."""
         return None
 
+    def _check_buffer(self) -> None:
+        if self.replay_buffer is None:
+            raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
+
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread has not ended."""
         return self._writer is not None and self._writer.is_alive()
@@ -273,6 +273,10 @@ class FreeRunning(BaseCollector):
         if self._failure is not None:
             raise self._failure
         return getattr(self.replay_buffer, attr)
+
+    def get_policy_version(self) -> int | None:
+        """``policy_version``, as TorchRL has it for Ray."""
+        return self.policy_version
 
     def update_policy_weights_(self, policy_or_weights: object = None, **kwargs: object) -> None:
         """Push weights with TorchRL's weight updater, if there is one; else the sync scheme's sender has done so."""
