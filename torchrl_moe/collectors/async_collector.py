@@ -27,7 +27,7 @@ from torchrl_moe.collectors.environments import MAX_TURNS, gather
 from torchrl_moe.collectors.llm_collector import one_policy, refuse_queue, refuse_version_tracker
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.reports import FreeRunning, Reports
-from torchrl_moe.collectors.rollouts import CollectionStats, GroupFilter, Rollouts, Settings
+from torchrl_moe.collectors.rollouts import GroupFilter, Rollouts, Settings
 from torchrl_moe.collectors.schedule import Order, Schedule
 from torchrl_moe.collectors.workflow import EnvLike, source_of
 from torchrl_moe.errors import CollectionError, CollectionStalledError, EngineError, RequestRefusedError
@@ -285,10 +285,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._begin_reports(self.policy, vars(settings), total_dialog_turns, verbose)
         # the state of the collection; the loop's thread starts with the first call into it
         self._frames = 0
-        self._collection = CollectionStats()
-        self._rollouts = Rollouts(
-            self.policy, self._environments, self._prompts, settings, self._schedule, self._collection
-        )
+        self._rollouts = Rollouts(self.policy, self._environments, self._prompts, settings, self._schedule)
         self._loop = EventLoop("torchrl_moe-collector")
         self._runs = self._is_over = False
         self._writer: threading.Thread | None = None
@@ -470,12 +467,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
     def stats(self) -> dict[str, int | float | bool]:
         """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         in_line = {"collector/groups_in_line": self._schedule.in_line}
-        return {**super().stats(), **in_line, **self._collection.scalars()}
+        return {**super().stats(), **in_line, **self._rollouts.stats.scalars()}
 
     @property
     def first_failure(self) -> str | None:
         """The prompt and the error of the first group that failed; ``None`` if none has."""
-        return self._collection.first_failure
+        return self._rollouts.stats.first_failure
 
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[object] | None = None, **generate_kwargs: Any
@@ -541,11 +538,11 @@ class AsyncLLMCollector(FreeRunning, Reports):
     def _summary(self) -> str:
         settings, failed = self.settings, ""
         if self.first_failure:
-            failed = f"; {self._collection.failures} groups failed, the first {self.first_failure}"
+            failed = f"; {self._rollouts.stats.failures} groups failed, the first {self.first_failure}"
         return (
             f"AsyncLLMCollector({settings.groups_per_batch} groups of {settings.group_size} a batch, at most "
             f"{settings.max_staleness} versions old, {settings.order}; {self.record.batches} batches, "
-            f"{self._schedule.in_line} groups in line, {self._collection.in_flight} answers in flight{failed})"
+            f"{self._schedule.in_line} groups in line, {self._rollouts.stats.in_flight} answers in flight{failed})"
         )
 
 

@@ -363,7 +363,7 @@ class EnvironmentPool:
         self._free = [first]
         self._all = [first]
         self._room = asyncio.Semaphore(1 if make is None else MOST_THREADS)  # for calls
-        self.threads = Threads(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
+        self._threads = Threads(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
         self._hung = 0
         self._lock = threading.Lock()  # guards the fields below, which the threads use too
         self._in_use: set[int] = set()  # by a thread
@@ -397,7 +397,7 @@ class EnvironmentPool:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
-                call = self.threads.call(self._use, env, function, *arguments)
+                call = self._threads.call(self._use, env, function, *arguments)
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
@@ -426,12 +426,15 @@ class EnvironmentPool:
             if mine is not None:
                 self._free.append(mine)
 
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
+        return await self._threads.call(function, *arguments)
+
     async def _take(self) -> EnvBase:
         if self._free:
             return self._free.pop()
         if self._make is None:
             raise CollectionError(ONLY_ONE)
-        return await self.threads.call(self._made, self._make)
+        return await self._threads.call(self._made, self._make)
 
     # -- in a thread ------------------------------------------------------------------------------------------------
 
@@ -465,7 +468,7 @@ class EnvironmentPool:
         It is not closed earlier because tools restart a process that is killed under them. A thread that hangs ends
         with its call.
         """
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed, self._keep = True, keep
             idle = [env for env in self._all if id(env) not in self._in_use and env is not keep]

@@ -473,7 +473,6 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 self._feed.load_state_dict(prompts)
 
     def _begin_again(self) -> None:
-        """Forget running samples."""
         self._shuttle, self._undelivered, self._counted = None, None, 0
         self._result_numel = 0
         self._finished.clear()

@@ -154,7 +154,6 @@ class SampleReader:
 
 
 def _plain(value: object) -> object:
-    """Return a leaf as plain Python."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     # a NonTensorData holds it; a lazy stack has given it already
@@ -385,7 +384,6 @@ class Reports(BaseCollector):
             return f"{type(self).__name__}(not made)"
 
     def _summary(self) -> str:
-        """Return one line on it."""
         settings = ", ".join(f"{name}={one_line(str(value), 40)}" for name, value in self._shown_settings.items())
         return f"{type(self).__name__}({self.record.batches} batches; {settings})"
 

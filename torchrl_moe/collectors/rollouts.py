@@ -346,12 +346,11 @@ class Rollouts:
         prompts: PromptStream,
         settings: Settings,
         schedule: Schedule,
-        stats: CollectionStats,
     ) -> None:
         self._policy, self._engine = policy, policy.model
         self._environments, self._prompts = environments, prompts
-        self._settings, self._stats = settings, stats
-        self.schedule = schedule
+        self._settings, self.schedule = settings, schedule
+        self.stats = CollectionStats()
         self.pauses = 0
         """How many pauses are in effect."""
         self.error: BaseException | None = None
@@ -452,7 +451,7 @@ class Rollouts:
             groups = [self.groups.pop(number) for number in numbers]
             self._dropped = 0
             self._progress_at = time.monotonic()
-            self._stats.gave_out(groups, self.version)
+            self.stats.gave_out(groups, self.version)
             batch = lazy_stack([row for group in groups if group.rows is not None for row in group.rows.unbind(0)])
             # until the next request it may still be the collector's, and part of its state
             self._given = self._asked.popleft(), groups
@@ -514,11 +513,11 @@ class Rollouts:
                     "a harness made no call"
                 )
             group.complete(rewarded, settings.only_last_turns, settings.track_policy_version)
-            self._stats.left_out += len(episodes) - len(rewarded)
+            self.stats.left_out += len(episodes) - len(rewarded)
             self._progress_at, self._has_completed = time.monotonic(), True
             # the filter is the user's code, so in a thread, and the group may be dropped meanwhile
             keep = settings.group_filter
-            is_kept = keep is None or await self._environments.threads.call(keep, group.rows)
+            is_kept = keep is None or await self._environments.call(keep, group.rows)
             if group.number not in self.groups:
                 return
             if is_kept:
@@ -548,11 +547,11 @@ class Rollouts:
             arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
         try:
             async with self._room:
-                self._stats.in_flight += 1
+                self.stats.in_flight += 1
                 try:
                     turn.answer = await self._answer(arguments)
                 finally:
-                    self._stats.in_flight -= 1
+                    self.stats.in_flight -= 1
         except (EngineError, RuntimeError) as error:  # the latter from an engine that was shut down
             # at once, not by way of the group, which would count as one of max_failures
             if not isinstance(error, GROUP_ERRORS):
@@ -577,7 +576,7 @@ class Rollouts:
     def _ready(self, group: Group) -> None:
         group.is_ready = True
         group.restored, group.turns = {}, {}
-        self._stats.completed(group)
+        self.stats.completed(group)
         self.schedule.ready(group.number)
 
     def _failed(self, group: Group, error: Exception) -> None:
@@ -593,7 +592,7 @@ class Rollouts:
             self.fail(end)
             return
         prompt = group.prompt
-        self._stats.failed(prompt, error)
+        self.stats.failed(prompt, error)
         LOG.warning(
             "group %d failed at prompt %d (%s): %s", group.number, prompt.position, prompt.excerpt, _told(error)
         )
@@ -601,7 +600,7 @@ class Rollouts:
         most = self._settings.max_failures
         if not self._has_completed:  # a reward with a mistake in it fails at every prompt
             most = min(most, max(FIRST_FAILURES, self._settings.groups_per_batch))
-        if self._stats.failures > most:
+        if self.stats.failures > most:
             error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
             self.fail(error)
 
@@ -609,7 +608,7 @@ class Rollouts:
         """Remove a group; another one starts in its place, unless too many were dropped in a row."""
         self.schedule.drop(group.number)
         del self.groups[group.number]
-        self._stats.drops[reason] += 1
+        self.stats.drops[reason] += 1
         if reason not in ("filtered", "stale") or not self._asked:  # failures have a limit of their own
             return
         self._dropped += 1
@@ -701,7 +700,7 @@ class Rollouts:
                 CollectionStalledError(
                     f"nothing has moved for {limit:g} s: {len(running)} groups are running (the oldest is "
                     f"{min(running, default=None)}), {self.schedule.ready_groups} are ready, "
-                    f"{self.schedule.groups_per_batch} make a batch; {self._stats.in_flight} answers are being "
+                    f"{self.schedule.groups_per_batch} make a batch; {self.stats.in_flight} answers are being "
                     f"generated; {self._engine.replica_table!r}"
                 )
             )

@@ -116,26 +116,17 @@ class Conversation:
         mode = {"history": policy.history_key, "text": policy.text_key, "tokens": policy.tokens_key}[policy.input_mode]
         rows = []
         for answer, following, value in zip(answers, [*answers[1:], None], _rewards(reward, len(answers)), strict=True):
-            shown, is_last = answer.get(mode), following is None
+            shown = answer.get(mode)
             # what an environment would show next: the next question, or the whole conversation
-            then = TensorDict(
-                {
-                    mode: type(shown)(prompt=shown.full if following is None else following.get(mode).prompt),
-                    "reward": torch.tensor([[value]]),
-                    "done": torch.tensor([is_last]),
-                    "terminated": torch.tensor([is_last]),
-                    "truncated": torch.tensor([False]),
-                }
-            )
-            row = self._data.copy().update(answer)
-            row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
-            rows.append(row.set("next", then))
+            then = type(shown)(prompt=shown.full if following is None else following.get(mode).prompt)
+            row = row_of(self._data, answer, value, is_last=following is None)
+            row["next"].set(mode, then)
+            rows.append(row)
         return rows
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _read(self, prompt: PromptLike) -> object:
-        """Return a prompt as the policy reads it."""
         mode = self._policy.input_mode
         if mode == "text" and isinstance(prompt, str):
             return prompt
@@ -173,6 +164,19 @@ class Conversation:
             if request.prompts.ids[0][: len(had)] == had:
                 return request
         return request_after(None)
+
+
+def row_of(data: TensorDictBase, answer: TensorDictBase, reward: float, is_last: bool) -> TensorDictBase:
+    """Return a row ``[]`` as an environment writes it: the data, the answer, and the step that it led to."""
+    row = data.copy().update(answer)
+    row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
+    step = {
+        "reward": torch.tensor([[reward]]),
+        "done": torch.tensor([is_last]),
+        "terminated": torch.tensor([is_last]),
+        "truncated": torch.tensor([False]),
+    }
+    return row.set("next", TensorDict(step))
 
 
 def _rewards(reward: object, turns: int) -> list[float]:
@@ -252,7 +256,7 @@ class Workflow:
 
     def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
         self._function = function
-        self.threads = self._new_threads()
+        self._threads = self._new_threads()
 
     @staticmethod
     def _new_threads() -> Threads:
@@ -269,7 +273,7 @@ class Workflow:
     ) -> list[TensorDictBase]:
         """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``."""
         data = data.copy()
-        asyncio.get_running_loop().set_default_executor(self.threads)  # of asyncio.to_thread
+        asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
         clock = Clock(timeout)
 
         # the time that the engine takes is not the function's
@@ -286,10 +290,13 @@ class Workflow:
             await conversation.close()
         return [] if reward is None else [lazy_stack([row]) for row in conversation.rows(reward)]
 
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
+        return await self._threads.call(function, *arguments)
+
     def close(self, keep: object = None) -> None:
         """End the threads; ``keep`` has no effect."""
         del keep
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Clock:

@@ -26,6 +26,7 @@ from openai.types.chat import completion_create_params as of_chat
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.anthropic import api_router as messages_api
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -50,9 +51,6 @@ from torchrl_moe.http.sessions import Limits, SessionStore
 
 LOG = logging.getLogger(__name__)
 Message: TypeAlias = "dict[str, Any]"
-Scope: TypeAlias = "dict[str, Any]"
-Receive: TypeAlias = "Callable[[], Awaitable[Any]]"
-Send: TypeAlias = "Callable[[Any], Awaitable[None]]"
 Create: TypeAlias = "Callable[..., Awaitable[Any]]"
 """A handler's method: from a request to an answer, or a stream of events."""
 
@@ -143,8 +141,11 @@ def _checked(create: Create, known: Mapping[str, Any]) -> Create:
         if not all(map(math.isfinite, bias.values())):  # vLLM would read NaN as -100
             raise VLLMValidationError("logit_bias must be finite numbers", parameter="logit_bias")
         call = CALL.get()
-        call.wants_routes = isinstance(request, GenerateRequest) or "routed_experts_prompt_start" in body
-        call.is_text = not isinstance(request, GenerateRequest) and not _is_ids(body.get("prompt"))
+        has_ids = isinstance(request, GenerateRequest)
+        call.wants_routes = has_ids or "routed_experts_prompt_start" in body
+        prompt = body.get("prompt")
+        has_ids = has_ids or (isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str))
+        call.is_text = not has_ids
         try:
             answer = await create(request, raw_request)
         except RecursionError:
@@ -152,10 +153,6 @@ def _checked(create: Create, known: Mapping[str, Any]) -> Create:
         return NamedTokens.model_construct(**dict(answer)) if isinstance(answer, GenerateTokensResponse) else answer
 
     return checked
-
-
-def _is_ids(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
 
 
 def _recorded(handler: Any, create: Create) -> Create:
@@ -240,9 +237,7 @@ class Door:
         self.sessions = SessionStore(
             tokenizer,
             client.engine.routing_layout,
-            max_tokens_per_session=limits.tokens_per_session,
-            max_sessions=limits.sessions,
-            ttl=limits.session_seconds,
+            limits,
             end_of_turn_ids=set(_ends_of_turn(client, tokenizer)) or None,
         )
         self._app: Any = None
@@ -255,7 +250,6 @@ class Door:
         self._app = await _application(self.client, self._arguments)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
 
@@ -268,10 +262,9 @@ class Door:
         try:
             try:
                 answer = await self._answer(path, headers, scope, receive, in_time)
-            except TorchRLMoEError as error:
-                answer = _refusal(http_error(error), path)
-            except (VLLMError, ValueError) as error:
-                answer = _refusal(error, path)
+            except (TorchRLMoEError, VLLMError, ValueError) as error:
+                known = http_error(error) if isinstance(error, TorchRLMoEError) else error
+                answer = _formed(create_error_response(known).model_dump(), path)
             if answer is not None:
                 await answer(scope, receive, in_time)
         except TimeoutError:
@@ -444,10 +437,6 @@ def _version(text: str | None) -> str | int | None:
             "number, the oldest version that will do"
         )
     return int(text)
-
-
-def _refusal(error: Exception, path: str) -> Response:
-    return _formed(create_error_response(error).model_dump(), path)
 
 
 def _formed(body: Mapping[str, Any], path: str) -> Response:

@@ -9,7 +9,7 @@ Letters: T tokens, P prompt tokens, L decoder layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -82,15 +82,6 @@ class Node:
         """Return the routes of its path."""
         return np.concatenate([node.routes for node in self.path() if node.routes is not None])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        arrays: list[NDArray[Any] | None] = [self.ids, self.routes]
-        if (answer := self.answer) is not None:
-            kept = [] if answer.kept is None else [answer.kept.ids, answer.kept.sizes]
-            arrays += [answer.log_probs, answer.versions, *kept]
-        return sum(array.nbytes for array in arrays if array is not None)
-
 
 class Place(NamedTuple):
     """Where a prompt is in the tree."""
@@ -159,13 +150,19 @@ class TokenTree:
                 return min(one.start + int(unset[0]), matched)
         return matched if self.layout else 0
 
-    def nodes(self) -> Iterator[Node]:
-        """Yield every node."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of all nodes."""
+        arrays: list[NDArray[Any] | None] = []
         reached = [self.root]
         while reached:
             node = reached.pop()
-            yield node
             reached += node.children
+            arrays += [node.ids, node.routes]
+            if (answer := node.answer) is not None:
+                kept = [] if answer.kept is None else [answer.kept.ids, answer.kept.sizes]
+                arrays += [answer.log_probs, answer.versions, *kept]
+        return sum(array.nbytes for array in arrays if array is not None)
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
