@@ -337,7 +337,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
                 if self._awaited is None:
                     self._awaited = Future()
                 self._progress.begin(self._frames)
-                # the writer asks by itself: then only weight updates say what was trained on
+                # where the writer asks, or one in another process, only weight updates say what was trained on
                 trained = not (threading.current_thread() is self._writer or self.is_paced_by_updates)
                 # a future that was asked for again gives the same batch
                 if not self._call(self._rollouts.ask, self._awaited, trained):
@@ -500,11 +500,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._frames = state_dict["frames"]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what shuffles the data, the engine and the environment. What an engine draws also depends on batching.
-
-        Returns:
-            The next seed to use.
-        """
+        """Seed data, engine and environment; see :meth:`LLMCollector.set_seed`."""
         self._prompts.seed(seed)
         self.policy.model.set_seed(seed)
         return int(self.env.set_seed(seed, static_seed=static_seed)) if isinstance(self.env, EnvBase) else seed + 1

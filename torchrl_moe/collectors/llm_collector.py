@@ -457,7 +457,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Continue where another collector of the same data stopped; running samples here are dropped.
 
         Args:
-            state_dict: of another collector.
+            state_dict: that collector's.
             kwargs: TorchRL's ``strict``.
 
         Raises:
@@ -482,10 +482,9 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 queue.clear()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what shuffles the data, the engine and the environment. What an engine draws also depends on batching.
+        """Seed what shuffles the data, the engine and the environment, and return the next seed to use.
 
-        Returns:
-            The next seed to use.
+        What an engine draws also depends on batching.
         """
         if self._feed is not None:
             self._feed.stream.seed(seed)

@@ -24,10 +24,9 @@ from tensordict import TensorDictBase
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
-from torchrl_moe._checks import renamed
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
 from torchrl_moe.collectors.llm_collector import LLMCollector, Policy
-from torchrl_moe.collectors.reports import FreeRunning, SampleReader
+from torchrl_moe.collectors.reports import FreeRunning
 from torchrl_moe.collectors.rollouts import GroupFilter
 from torchrl_moe.collectors.schedule import Order
 from torchrl_moe.collectors.workflow import EnvLike
@@ -38,8 +37,7 @@ from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.render.tables import html_table, print_table
-from torchrl_moe.render.tokens import MOST_TOKENS, Color, show_token_samples
+from torchrl_moe.render.tables import html_table
 
 if TYPE_CHECKING:
     import pandas
@@ -328,6 +326,9 @@ class RayCollector(FreeRunning):
             raise CollectionError("the collector was shut down")
         return self._wait(self._begin(method, *arguments))
 
+    def _local(self, method: str, *arguments: object) -> Any:
+        return self._ask("call", method, *arguments)
+
     def _begin(self, method: str, *arguments: object) -> ObjectRef:
         if not ray.is_initialized():  # a call would start another cluster
             raise CollectionError("Ray was shut down, and the collector's actor with it")
@@ -442,11 +443,7 @@ class RayCollector(FreeRunning):
 
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
-        """Pause the local collector within the context, and request nothing from it.
-
-        Args:
-            resume: whether to continue afterwards.
-        """
+        """Pause the local collector within the context, and request nothing from it; see :meth:`LLMCollector.pause`."""
         with self._changed:
             self._pauses += 1
         try:
@@ -469,11 +466,11 @@ class RayCollector(FreeRunning):
 
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy, which must be picklable."""
-        return self._ask("call", "getattr_policy", attr)
+        return self._local("getattr_policy", attr)
 
     def getattr_env(self, attr: str) -> Any:
         """Return an attribute of the environment, which must be picklable."""
-        return self._ask("call", "getattr_env", attr)
+        return self._local("getattr_env", attr)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -508,38 +505,21 @@ class RayCollector(FreeRunning):
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[TensorDictBase], None] | None) -> None:
-        self._ask("call", "set_post_collect_hook", hook)
+        self._local("set_post_collect_hook", hook)
         self._post_collect_hook = hook
 
     def stats(self) -> dict[str, int | float | bool]:
         """Return metrics by name, plain numbers for a logger."""
-        return self._ask("call", "stats")
+        return self._local("stats")
 
     @property
     def first_failure(self) -> str | None:
         """The prompt and the error of the first group that failed; ``None`` if none has."""
         return self._ask("read", "first_failure")
 
-    @renamed(colour="color")
-    def show_samples(
-        self,
-        n: int = 4,
-        characters: int = 160,
-        *,
-        color: Color | None = None,
-        layer: int | None = None,
-        tokens: int = MOST_TOKENS,
-    ) -> None:
-        """Show the newest samples of the last batch; see :meth:`LLMCollector.show_samples`."""
-        if color is not None:
-            show_token_samples(self._ask("call", "token_samples", n, tokens), color, layer)
-            return
-        title, cells = self._ask("call", "sample_cells", n, characters)
-        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
-
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas ``DataFrame`` with a row for each batch; see :meth:`LLMCollector.to_pandas`."""
-        return self._ask("call", "to_pandas")
+        return self._local("to_pandas")
 
     def _repr_html_(self) -> str:
         """Return the table of the local collector; of one that is over, or says nothing, why."""
@@ -566,7 +546,7 @@ class RayCollector(FreeRunning):
                             ahead += [batch for batch in unpack(self._wait(self._awaited)) if batch is not None]
                 finally:
                     self._taking.release()
-            return {**self._ask("call", "state_dict"), "ahead": ahead}
+            return {**self._local("state_dict"), "ahead": ahead}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where a collector of the same data stopped, even a local one. Call it before the first batch."""
@@ -575,16 +555,12 @@ class RayCollector(FreeRunning):
         with self._taking:
             self._is_here()  # else the batch that was requested could be made from what is loaded
             self._awaited = None
-            self._ask("call", "load_state_dict", state)
+            self._local("load_state_dict", state)
             self._ahead = deque(ahead)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the actor's data and environment.
-
-        Returns:
-            The next seed to use.
-        """
-        return int(self._ask("call", "set_seed", seed, static_seed))
+        """Seed the actor's data and environment, and return the next seed to use."""
+        return int(self._local("set_seed", seed, static_seed))
 
     # -- end --------------------------------------------------------------------------------------------------------
 

@@ -243,7 +243,45 @@ class CollectionRecord:
 # -- what collectors have in common -----------------------------------------------------------------------------------
 
 
-class FreeRunning(BaseCollector):
+class ShowsSamples(BaseCollector):
+    """Shows the samples of a collector that is here, or in another process."""
+
+    def _local(self, method: str, *arguments: object) -> Any:
+        """Call a method of the collector that has the samples."""
+        return getattr(self, method)(*arguments)
+
+    @renamed(colour="color")
+    def show_samples(
+        self,
+        n: int = 4,
+        characters: int = 160,
+        *,
+        color: Color | None = None,
+        layer: int | None = None,
+        tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Show the newest samples of the last batch; as they were collected, before ``postproc``.
+
+        Args:
+            n: how many.
+            characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
+            color: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
+                :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
+                ``"log_probs"``.
+            layer: of the experts.
+            tokens: of each sample that are shown token by token.
+
+        Raises:
+            ValueError: a number is below 1, another color, or a layer without routes.
+        """
+        if color is not None:
+            show_token_samples(self._local("token_samples", n, tokens), color, layer)
+            return
+        title, cells = self._local("sample_cells", n, characters)
+        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+
+
+class FreeRunning(ShowsSamples):
     """What TorchRL's trainers ask of a collector of ours that fills a buffer from a thread of its own."""
 
     init_random_frames = 0
@@ -284,7 +322,7 @@ class FreeRunning(BaseCollector):
         self.increment_version()
 
 
-class Reports(BaseCollector):
+class Reports(ShowsSamples):
     """A mixin for reports. The collector's base comes after it: ``class MyCollector(Reports, LLMCollector)``.
 
     A collector calls :meth:`_begin_reports` once and :meth:`_report` with each batch that it yields. It waits for
@@ -322,36 +360,6 @@ class Reports(BaseCollector):
     def stats(self) -> dict[str, int | float | bool]:
         """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
-
-    @renamed(colour="color")
-    def show_samples(
-        self,
-        n: int = 4,
-        characters: int = 160,
-        *,
-        color: Color | None = None,
-        layer: int | None = None,
-        tokens: int = MOST_TOKENS,
-    ) -> None:
-        """Show the newest samples of the last batch; as they were collected, before ``postproc``.
-
-        Args:
-            n: how many.
-            characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
-            color: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
-                :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
-                ``"log_probs"``.
-            layer: of the experts.
-            tokens: of each sample that are shown token by token.
-
-        Raises:
-            ValueError: a number is below 1, another color, or a layer without routes.
-        """
-        if color is not None:
-            show_token_samples(self.token_samples(n, tokens), color, layer)
-            return
-        title, cells = self.sample_cells(n, characters)
-        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
 
     def token_samples(self, n: int, tokens: int) -> list[TokenSample]:
         """Return what :meth:`show_samples` shows token by token: plain data, none before the first batch."""

@@ -13,7 +13,7 @@ import logging
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -141,11 +141,10 @@ def _checked(create: Create, known: Mapping[str, Any]) -> Create:
         if not all(map(math.isfinite, bias.values())):  # vLLM would read NaN as -100
             raise VLLMValidationError("logit_bias must be finite numbers", parameter="logit_bias")
         call = CALL.get()
-        has_ids = isinstance(request, GenerateRequest)
-        call.wants_routes = has_ids or "routed_experts_prompt_start" in body
-        prompt = body.get("prompt")
-        has_ids = has_ids or (isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str))
-        call.is_text = not has_ids
+        prompt, takes_tokens = body.get("prompt"), isinstance(request, GenerateRequest)
+        is_ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+        call.wants_routes = takes_tokens or "routed_experts_prompt_start" in body
+        call.is_text = not takes_tokens and not is_ids
         try:
             answer = await create(request, raw_request)
         except RecursionError:
@@ -233,13 +232,11 @@ class Door:
     def __init__(self, client: ServiceClient, api_key: str | None, limits: Limits, arguments: Namespace) -> None:
         self.client, self._arguments, self.limits = client, arguments, limits
         self.requests = 0
-        tokenizer = client.renderer.get_tokenizer()
-        self.sessions = SessionStore(
-            tokenizer,
-            client.engine.routing_layout,
-            limits,
-            end_of_turn_ids=set(_ends_of_turn(client, tokenizer)) or None,
-        )
+        tokenizer, layout = client.renderer.get_tokenizer(), client.engine.routing_layout
+        # the ids that end an answer: the tokenizer's, and those of the model's generation config
+        found = client.model_config.try_get_generation_config().get("eos_token_id") or []
+        ends = {tokenizer.eos_token_id, *([found] if isinstance(found, int) else found)} - {None}
+        self.sessions = SessionStore(tokenizer, layout, limits, end_of_turn_ids=ends or None)
         self._app: Any = None
         self._key = None if api_key is None else api_key.encode()
         self._of_session: Counter[str | None] = Counter()  # requests under way
@@ -403,14 +400,6 @@ class Door:
         except (EngineError, ImportError, RuntimeError) as error:  # one that was shut down
             own = f"# the engine has no metrics: {error}\n"
         return PlainTextResponse(own + "\n".join(lines) + "\n")
-
-
-def _ends_of_turn(client: ServiceClient, tokenizer: Any) -> Iterable[int]:
-    """Return the ids that end an answer: the tokenizer's, and those of the model's generation config."""
-    found = client.model_config.try_get_generation_config().get("eos_token_id") or []
-    yield from [found] if isinstance(found, int) else found
-    if tokenizer.eos_token_id is not None:
-        yield tokenizer.eos_token_id
 
 
 def _session_in(path: str, headers: Mapping[str, str]) -> tuple[str | None, str]:

@@ -124,6 +124,8 @@ class Session:
         """Whether it takes no more calls."""
         self.num_calls = 0
         """Calls that were recorded."""
+        self.used_at = 0.0
+        """When its store last returned it, on that store's clock."""
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
@@ -490,7 +492,7 @@ class SessionStore:
         # its own: the server encodes with the given one, in other threads
         self._tokenizer, self._layout = copy.deepcopy(tokenizer), layout
         self._limits, self._clock = limits or Limits(), clock
-        self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()  # the longest unused first
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # the longest unused first
         self._ended: OrderedDict[str, None] = OrderedDict()  # ids that are over for good, the last few
         self._lock = threading.Lock()
 
@@ -508,7 +510,7 @@ class SessionStore:
             self._forget_unused()
             if session_id in self._ended:
                 raise SessionClosedError(f"session {session_id!r} is over")
-            session = self._sessions.get(session_id, (None, 0.0))[0]
+            session = self._sessions.get(session_id)
             if session is None:
                 if len(self._sessions) >= self._limits.sessions:
                     raise SessionLimitError(
@@ -516,7 +518,8 @@ class SessionStore:
                     )
                 most = self._limits.tokens_per_session
                 session = Session(session_id, self._tokenizer, self._layout, most, self._ends)
-            self._sessions[session_id] = session, self._clock()
+                self._sessions[session_id] = session
+            session.used_at = self._clock()
             self._sessions.move_to_end(session_id)
             return session
 
@@ -527,7 +530,7 @@ class SessionStore:
                 self._ended[session_id] = None
                 while len(self._ended) > self._limits.sessions:
                     self._ended.popitem(last=False)
-            session = self._sessions.pop(session_id, (None, 0.0))[0]
+            session = self._sessions.pop(session_id, None)
         if session is not None:
             session.close()
 
@@ -535,7 +538,7 @@ class SessionStore:
         """Return the sessions, which are not used by this."""
         with self._lock:
             self._forget_unused()
-            return [session for session, _ in self._sessions.values()]
+            return list(self._sessions.values())
 
     def ids(self) -> list[str]:
         """Return the ids of the sessions, the longest unused first."""
@@ -545,12 +548,12 @@ class SessionStore:
 
     def _forget_unused(self) -> None:
         now = self._clock()
-        for session_id, (session, used) in list(self._sessions.items()):
-            if now - used < self._limits.session_seconds:
+        for session in list(self._sessions.values()):
+            if now - session.used_at < self._limits.session_seconds:
                 return
             if session._under_way:
-                self._sessions[session_id] = session, now
-                self._sessions.move_to_end(session_id)
+                session.used_at = now
+                self._sessions.move_to_end(session.id)
             else:
-                del self._sessions[session_id]
+                del self._sessions[session.id]
                 session.close()
