@@ -250,12 +250,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
                 "weight sync's mode, VLLMWeightSyncScheme(mode=...)"
             )
         check_number("total_dialog_turns", total_dialog_turns, -1, whole=True)
-        policy = one_policy(policy, policy_factory)
-        if not isinstance(policy, vLLMWrapper):
-            raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
-        if policy.num_samples is not None:  # the engine is asked for one answer at a time
-            raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
-        self.policy = policy
+        ours = one_policy(policy, policy_factory)
+        if not isinstance(ours, vLLMWrapper):
+            raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(ours).__name__}")
+        if ours.num_samples is not None:  # the engine is asked for one answer at a time
+            raise ValueError(f"the policy has num_samples={ours.num_samples}: use the collector's group_size instead")
+        self.policy = ours
         source = source_of(env, dataloader, group_size)
         self.env = source.env
         self.settings = settings = Settings(
