@@ -34,6 +34,7 @@ from torchrl_moe.data.packed import pack, unpack
 from torchrl_moe.errors import CollectionError, EngineError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -62,8 +63,6 @@ HOW_TO_SEND = {
 class CollectorOptions(TypedDict, total=False):
     """What both collectors take by name, with Ray's own; the local collectors have the defaults."""
 
-    policy: Policy | None
-    policy_factory: Callable[[], Policy] | None
     dialog_turns_per_batch: int | None
     yield_only_last_steps: bool | None
     yield_completed_trajectories: bool | None
@@ -84,9 +83,18 @@ class CollectorOptions(TypedDict, total=False):
     sync_iter: bool
 
 
+class LLMCollectorOptions(CollectorOptions, total=False):
+    """Of :class:`RayLLMCollector`."""
+
+    policy: Policy | None
+    policy_factory: Callable[[], Policy] | None
+
+
 class AsyncLLMCollectorOptions(CollectorOptions, total=False):
     """Of :class:`RayAsyncLLMCollector`."""
 
+    policy: vLLMWrapper | None
+    policy_factory: Callable[[], vLLMWrapper] | None
     dataloader: Iterable[object] | None
     group_size: int | None
     groups_per_batch: int | None
@@ -638,7 +646,7 @@ class RayLLMCollector(RayCollector):
     _rests = True
 
     @takes_arguments_of(LLMCollector)
-    def __init__(self, env: EnvLike, **options: Unpack[CollectorOptions]) -> None:
+    def __init__(self, env: EnvLike, **options: Unpack[LLMCollectorOptions]) -> None:
         super().__init__(LLMCollector, env, options)
 
 
