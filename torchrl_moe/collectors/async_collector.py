@@ -98,13 +98,7 @@ def evaluate(
         turns: list[TensorDictBase] = []
         try:
             turns = await environments.play(
-                policy,
-                generate,
-                prompt.data,
-                reward_timeout,
-                max_turns,
-                return_routed_experts=False,
-                **generate_kwargs,
+                policy, generate, prompt.data, reward_timeout, max_turns, return_routed_experts=False, **generate_kwargs
             )
         except RequestRefusedError as error:
             refused.append(error)

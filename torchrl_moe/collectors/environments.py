@@ -41,7 +41,6 @@ class InThread(Protocol):
 
     async def __call__(self, function: Callable[..., T], *arguments: object) -> T:
         """Return what the function returns."""
-        ...
 
 
 async def play_episode(

@@ -275,7 +275,8 @@ class Door:
         if rest == "/health":
             await self.client.check_health()
             return Response()
-        if not self._knows(headers):
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and not hmac.compare_digest(given.encode("latin-1"), self._key):
             raise GracefulHTTPError("the api_key is missing or wrong", HTTPStatus.UNAUTHORIZED)
         if rest == "/metrics":
             return self._metrics()
@@ -296,12 +297,6 @@ class Door:
             if not self._of_session[session_id]:
                 del self._of_session[session_id]
         return None
-
-    def _knows(self, headers: Mapping[str, str]) -> bool:
-        if self._key is None:
-            return True
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode("latin-1"), self._key)
 
     async def _pass(
         self,
