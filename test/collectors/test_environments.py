@@ -23,8 +23,8 @@ from torchrl_moe.collectors.environments import (
     MOST_THREADS,
     EnvironmentPool,
     EnvironmentTimeoutError,
-    Episode,
     gather,
+    play_episode,
     take_dataloader,
     with_batch_size,
 )
@@ -261,7 +261,7 @@ def play(engine: FakeAsyncVLLM, env: EnvBase, **kwargs: Any) -> tuple[list[Tenso
         return function(env, *arguments)
 
     data = lazy_stack([TensorDict(query="q") for _ in range(env.batch_size[0])])
-    turns = asyncio.run(Episode(policy_of(engine), generate, in_thread, **kwargs).run(data))
+    turns = asyncio.run(play_episode(policy_of(engine), generate, in_thread, data, **kwargs))
     return turns, asked
 
 

@@ -23,7 +23,7 @@ def test_so_many_groups_begin_as_will_be_used_in_time() -> None:
     assert fill(Schedule(groups_per_batch=4, max_staleness=2)) == list(range(12))
     assert len(fill(Schedule(4, 0, "ready", over_sample=1.5))) == 6
     schedule = Schedule(2, 0)
-    schedule.restart(7)  # numbers continue
+    schedule.begun = 7  # numbers continue
     assert fill(schedule) == [7, 8]
 
 

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
 from support.rollouts import GivenActor
 from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.errors import SessionClosedError, SessionLimitError
-from torchrl_moe.http.sessions import Session, SessionStore
+from torchrl_moe.http.sessions import Limits, Session, SessionStore
 from torchrl_moe.http.trajectories import load_trajectories
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
 from torchrl_moe.objectives import GRPOLoss
@@ -32,7 +32,7 @@ RNG = np.random.default_rng(0)
 
 
 def new_session(**limits: Any) -> Session:
-    return SessionStore(TOKENIZER, LAYOUT, **limits).get("s")
+    return SessionStore(TOKENIZER, LAYOUT, Limits(**limits)).get("s")
 
 
 @pytest.fixture
@@ -655,7 +655,7 @@ def test_what_a_session_refuses(session: Session) -> None:
 
 
 def test_a_session_has_room_for_so_many_tokens() -> None:
-    session = new_session(max_tokens_per_session=6)
+    session = new_session(tokens_per_session=6)
     call(session, [1, 2], [3])
     with pytest.raises(SessionLimitError, match="has 3 tokens, and this call adds 4: the limit is 6"):
         session.prompt_ids([9, 9, 9, 9])
@@ -669,10 +669,10 @@ def test_a_session_has_room_for_so_many_tokens() -> None:
 
 def test_a_store_keeps_so_many_sessions_so_long() -> None:
     now = [0.0]
-    store = SessionStore(TOKENIZER, LAYOUT, max_sessions=2, ttl=10.0, clock=lambda: now[0])
+    store = SessionStore(TOKENIZER, LAYOUT, Limits(sessions=2, session_seconds=10.0), clock=lambda: now[0])
     one, two = store.get("1"), store.get("2")
     assert (one is store.get("1"), store.ids()) == (True, ["2", "1"])
-    with pytest.raises(SessionLimitError, match="max_sessions"):
+    with pytest.raises(SessionLimitError, match=r"as many as Limits\.sessions allows"):
         store.get("3")
     with two.under_way(lambda: None):
         now[0] = 10.0  # nobody has used them since; two has a request
@@ -685,9 +685,9 @@ def test_a_store_keeps_so_many_sessions_so_long() -> None:
     for bad in ("", "x" * 257, 3, None):
         with pytest.raises(ValueError, match="session's id"):
             store.get(bad)  # type: ignore[arg-type]
-    for limits in ({"max_sessions": 0}, {"ttl": 0.0}, {"max_tokens_per_session": 0}):
+    for limits in ({"sessions": 0}, {"session_seconds": 0.0}, {"tokens_per_session": 0}):
         with pytest.raises(ValueError, match=next(iter(limits))):
-            SessionStore(TOKENIZER, LAYOUT, **limits)
+            SessionStore(TOKENIZER, LAYOUT, Limits(**limits))
 
 
 def test_closing_cancels_what_is_under_way_and_keeps_what_was_recorded(session: Session) -> None:

@@ -23,13 +23,13 @@ from torchrl.envs import EnvBase
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_number
-from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentPool, gather
-from torchrl_moe.collectors.llm_collector import Policy, one_policy, refuse_queue, refuse_version_tracker
+from torchrl_moe.collectors.environments import MAX_TURNS, gather
+from torchrl_moe.collectors.llm_collector import one_policy, refuse_queue, refuse_version_tracker
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.reports import FreeRunning, Reports
-from torchrl_moe.collectors.rollouts import CollectionStats, GroupFilter, Rollouts, Settings
+from torchrl_moe.collectors.rollouts import GroupFilter, Rollouts, Settings
 from torchrl_moe.collectors.schedule import Order, Schedule
-from torchrl_moe.collectors.workflow import EnvLike, Workflow, source_of
+from torchrl_moe.collectors.workflow import EnvLike, source_of
 from torchrl_moe.errors import CollectionError, CollectionStalledError, EngineError, RequestRefusedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
@@ -88,28 +88,7 @@ def evaluate(
     source = source_of(env, dataloader, 1)
     prompts = list(islice(PromptStream(source.dataloader), count))
     environments = source.pool()
-    loop = EventLoop("torchrl_moe-evaluation")  # of its own: a notebook has a running one in this thread
     bar = tqdm(total=len(prompts), desc="evaluate", unit="answer", disable=None if use_tqdm else True)
-    try:
-        with bar:
-            limits = reward_timeout, max_turns
-            answers = loop.result(loop.spawn(_answers(policy, environments, prompts, limits, generate_kwargs, bar)))
-            return lazy_stack(answers)
-    finally:  # after a Ctrl-C answers are not waited for, and their requests are aborted
-        loop.stop()
-        loop.join(JOIN_SECONDS)
-        environments.close(keep=source.env if source.make is None else None)  # the caller may use the given one again
-
-
-async def _answers(
-    policy: vLLMWrapper,
-    environments: EnvironmentPool | Workflow,
-    prompts: list[Prompt],
-    limits: tuple[float | None, int],
-    generate_kwargs: Mapping[str, Any],
-    bar: tqdm[Any],
-) -> list[TensorDictBase]:
-    """Answer all prompts side by side; those that are refused, or have no reward, are left out."""
     refused: list[RequestRefusedError] = []
 
     async def generate(request: SampleRequest, _: int) -> Completion:
@@ -119,7 +98,7 @@ async def _answers(
         turns: list[TensorDictBase] = []
         try:
             turns = await environments.play(
-                policy, generate, prompt.data, *limits, return_routed_experts=False, **generate_kwargs
+                policy, generate, prompt.data, reward_timeout, max_turns, return_routed_experts=False, **generate_kwargs
             )
         except RequestRefusedError as error:
             refused.append(error)
@@ -135,13 +114,23 @@ async def _answers(
         total = sum(float(reward.sum()) for reward in rewards)
         return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total, dtype=torch.float32))
 
-    # the first error of another kind ends them all
-    answers = [one for one in await gather([answer(prompt) for prompt in prompts]) if one is not None]
+    async def answer_all() -> list[TensorDictBase | None]:
+        return await gather([answer(prompt) for prompt in prompts])
+
+    loop = EventLoop("torchrl_moe-evaluation")  # of its own: a notebook has a running one in this thread
+    try:
+        with bar:
+            # side by side: the first error of another kind ends them all
+            answers = [one for one in loop.result(loop.spawn(answer_all())) if one is not None]
+    finally:  # after a Ctrl-C answers are not waited for, and their requests are aborted
+        loop.stop()
+        loop.join(JOIN_SECONDS)
+        environments.close(keep=source.env if source.make is None else None)  # the caller may use the given one again
     if len(refused) == len(prompts):
         raise refused[0]
     if not answers:
         raise ValueError(f"none of {len(prompts)} answers has a reward: None was returned for each")
-    return answers
+    return lazy_stack(answers)
 
 
 # -- the collector ----------------------------------------------------------------------------------------------------
@@ -158,20 +147,11 @@ class AsyncLLMCollector(FreeRunning, Reports):
         env: an environment, or a callable that makes one. With batch size ``(group_size,)`` it runs whole groups of one
             turn; with ``(1,)`` one sample of any number of turns. A ``ChatEnv`` of another size is rebuilt. Or an async
             function that runs a sample: ``await episode(data, ask)`` returns the reward.
-        policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, without ``num_samples``.
-        policy_factory: makes the policy; give one of the two.
+        policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, without ``num_samples``. This and the next arguments, to
+            ``verbose``, are those of :class:`LLMCollector`. ``reset_at_each_iter`` has no effect, since each sample
+            starts with a reset. ``async_envs=True``, ``yield_completed_trajectories=False`` and ``flatten_data=False``
+            are refused: environments are stepped in threads, samples are complete, batches are flat.
         dialog_turns_per_batch: answers in a batch, if ``groups_per_batch`` is not given.
-        yield_only_last_steps: whether to keep only the last turn of each sample.
-        yield_completed_trajectories: only complete samples are yielded; ``False`` is refused.
-        postproc: applied to each batch.
-        total_dialog_turns: rows after which the collection ends; -1 for never.
-        async_envs: refused: the environments are stepped in threads anyway.
-        replay_buffer: extended with each batch; ``None`` is yielded in the batch's place.
-        reset_at_each_iter: no effect: each sample starts with a reset.
-        flatten_data: batches are flat; ``False`` is refused.
-        weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
-        queue: refused, because it drops the oldest data silently.
-        track_policy_version: rows carry ``"policy_version"``; whether to write it to ``next`` too, as TorchRL does.
         verbose: whether to show a progress bar over answers, with mean reward, mean age and queued groups.
         dataloader: the prompts; default: the dataloader of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
@@ -249,7 +229,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
     ) -> None:
         super().__init__()
         del reset_at_each_iter  # each sample starts with a reset
-        # the other value of each changes nothing, so it is taken
+        # the other value of each changes nothing, so it is accepted
         if yield_completed_trajectories is False:
             raise ValueError("yield_completed_trajectories=False: only whole groups are yielded")
         if async_envs is True:
@@ -264,7 +244,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
                 "weight sync's mode, VLLMWeightSyncScheme(mode=...)"
             )
         check_number("total_dialog_turns", total_dialog_turns, -1, whole=True)
-        self.policy = _policy_of(policy, policy_factory)
+        ours = one_policy(policy, policy_factory)
+        if not isinstance(ours, vLLMWrapper):
+            raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(ours).__name__}")
+        if ours.num_samples is not None:  # the engine is asked for one answer at a time
+            raise ValueError(f"the policy has num_samples={ours.num_samples}: use the collector's group_size instead")
+        self.policy = ours
         source = source_of(env, dataloader, group_size)
         self.env = source.env
         self.settings = settings = Settings(
@@ -291,13 +276,10 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._prompts = PromptStream(source.dataloader)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
         self._environments = source.pool()
-        self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
+        self._begin_reports(self.policy, vars(settings), total_dialog_turns, verbose)
         # the state of the collection; the loop's thread starts with the first call into it
         self._frames = 0
-        self._collection = CollectionStats()
-        self._rollouts = Rollouts(
-            self.policy, self._environments, self._prompts, settings, self._schedule, self._collection
-        )
+        self._rollouts = Rollouts(self.policy, self._environments, self._prompts, settings, self._schedule)
         self._loop = EventLoop("torchrl_moe-collector")
         self._runs = self._is_over = False
         self._writer: threading.Thread | None = None
@@ -345,11 +327,17 @@ class AsyncLLMCollector(FreeRunning, Reports):
         call takes the same batch.
         """
         with self._taking:
-            # a future that was asked for again gives the same batch
             with self._owning:
                 if self._awaited is None:
                     self._awaited = Future()
-                self._ask(self._awaited)
+                self._progress.begin(self._frames)
+                # where the writer asks, or one in another process, only weight updates say what was trained on
+                trained = not (threading.current_thread() is self._writer or self.is_paced_by_updates)
+                # a future that was asked for again gives the same batch
+                if not self._call(self._rollouts.ask, self._awaited, trained):
+                    if self._is_over:
+                        raise _ShutDown(OVER)
+                    raise RuntimeError("a collector does not work in a forked process")
             try:
                 with self.record.wait():
                     batch = self._loop.result(self._awaited, self._check_loop)
@@ -360,12 +348,6 @@ class AsyncLLMCollector(FreeRunning, Reports):
                 accepted = self._accept(batch)
                 self._awaited = None
             return accepted
-
-    def _ask(self, future: Future[TensorDictBase]) -> None:
-        self._progress.begin(self._frames)
-        is_writer = threading.current_thread() is self._writer  # then only weight updates say what was trained on
-        if not self._call(self._rollouts.ask, future, not (is_writer or self.is_paced_by_updates)):
-            raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector does not work in a forked process")
 
     def _check_loop(self) -> None:
         """Fail if user code blocks the loop, which watches everything else."""
@@ -415,8 +397,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
             RuntimeError: there is no buffer.
             Exception: the error that ended the collection earlier.
         """
-        if self.replay_buffer is None:
-            raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
+        self._check_buffer()
         if self._failure is not None:
             raise self._failure
         if self._writer is None:
@@ -446,16 +427,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
         Args:
             resume: whether to start groups again afterwards.
         """
-        self._in_loop(self._pause, 1)
+        self._in_loop(self._rollouts.pause, 1)
         try:
             yield
         finally:
             if resume and not self._is_over:
-                self._in_loop(self._pause, -1)
-
-    def _pause(self, more: int) -> None:
-        self._rollouts.pauses += more
-        self._rollouts.wake()
+                self._in_loop(self._rollouts.pause, -1)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -468,14 +445,9 @@ class AsyncLLMCollector(FreeRunning, Reports):
         """The newest version of the engine's weights."""
         return int(self.policy.model.replica_table.latest_version)
 
-    def get_policy_version(self) -> int:
-        """:attr:`policy_version`, for Ray."""
-        return self.policy_version
-
     def get_policy_model(self) -> GenerationService:
         """Return the engine."""
-        engine: GenerationService = self.policy.model
-        return engine
+        return self.policy.model
 
     # -- metrics ----------------------------------------------------------------------------------------------------
 
@@ -489,12 +461,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
     def stats(self) -> dict[str, int | float | bool]:
         """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         in_line = {"collector/groups_in_line": self._schedule.in_line}
-        return {**super().stats(), **in_line, **self._collection.scalars()}
+        return {**super().stats(), **in_line, **self._rollouts.stats.scalars()}
 
     @property
     def first_failure(self) -> str | None:
         """The prompt and the error of the first group that failed; ``None`` if none has."""
-        return self._collection.first_failure
+        return self._rollouts.stats.first_failure
 
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[object] | None = None, **generate_kwargs: Any
@@ -522,11 +494,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._frames = state_dict["frames"]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what shuffles the data, the engine and the environment. What an engine draws also depends on batching.
-
-        Returns:
-            The next seed to use.
-        """
+        """Seed data, engine and environment; see :meth:`LLMCollector.set_seed`."""
         self._prompts.seed(seed)
         self.policy.model.set_seed(seed)
         return int(self.env.set_seed(seed, static_seed=static_seed)) if isinstance(self.env, EnvBase) else seed + 1
@@ -558,17 +526,13 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._environments.close(keep=None if close_env else self.env)
 
     def _summary(self) -> str:
-        settings = self.settings
+        settings, failed = self.settings, ""
+        if self.first_failure:
+            failed = f"; {self._rollouts.stats.failures} groups failed, the first {self.first_failure}"
         return (
             f"AsyncLLMCollector({settings.groups_per_batch} groups of {settings.group_size} a batch, at most "
             f"{settings.max_staleness} versions old, {settings.order}; {self.record.batches} batches, "
-            f"{self._schedule.in_line} groups in line, {self._collection.in_flight} answers in flight"
-            + (
-                f"; {self._collection.failures} groups failed, the first {self.first_failure}"
-                if self.first_failure
-                else ""
-            )
-            + ")"
+            f"{self._schedule.in_line} groups in line, {self._rollouts.stats.in_flight} answers in flight{failed})"
         )
 
 
@@ -586,16 +550,6 @@ def snapshots(engine: GenerationService) -> dict[str, Completion]:
         except EngineError as error:
             LOG.warning("running answers at replica %d are not in the checkpoint: %r", entry.index, error)
     return found
-
-
-def _policy_of(policy: Policy | None, factory: Callable[[], Policy] | None) -> vLLMWrapper:
-    """Return the policy; it asks the engine for one answer at a time."""
-    policy = one_policy(policy, factory)
-    if not isinstance(policy, vLLMWrapper):
-        raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
-    if policy.num_samples is not None:
-        raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
-    return policy
 
 
 def _groups_in_batch(groups: int | None, turns: int | None, group_size: int) -> int:

@@ -41,76 +41,68 @@ class InThread(Protocol):
 
     async def __call__(self, function: Callable[..., T], *arguments: object) -> T:
         """Return what the function returns."""
-        ...
 
 
-class Episode:
-    """Runs one environment's samples from reset to done, with one request to the engine per sample and turn."""
+async def play_episode(
+    policy: vLLMWrapper,
+    generate: Generate,
+    in_thread: InThread,
+    data: TensorDictBase,
+    max_turns: int = MAX_TURNS,
+    **generate_kwargs: Any,
+) -> list[TensorDictBase]:
+    """Run one environment's samples from reset to done, with one request to the engine per sample and turn.
 
-    def __init__(
-        self,
-        policy: vLLMWrapper,
-        generate: Generate,
-        in_thread: InThread,
-        max_turns: int = MAX_TURNS,
-        **generate_kwargs: Any,
-    ) -> None:
-        self._policy, self._max_turns = policy, max_turns
-        self._generate = generate
-        self._in_thread = in_thread
-        self._generate_kwargs = generate_kwargs
-        self.turns: list[TensorDictBase] = []
-        """Each turn's data, ``[k]``."""
+    Returns:
+        Each turn's data, ``[k]``.
+    """
+    turns: list[TensorDictBase] = []
 
-    async def run(self, data: TensorDictBase) -> list[TensorDictBase]:
-        """Run it and return each turn's data."""
-        # only requests are awaited in the loop: resets, rewards and tokenizing block, so they are in a thread
-        root, requests = await self._in_thread(self._reset, data)
-        while requests:
-            asked = [self._generate(request, i) for i, request in enumerate(requests)]
-            root, requests = await self._in_thread(self._step, root, requests, await gather(asked))
-        return self.turns
-
-    # -- in a thread of the environment -----------------------------------------------------------------------------
-
-    def _reset(self, env: EnvBase, data: TensorDictBase) -> tuple[TensorDictBase, list[SampleRequest]]:
-        root = env.reset(data)
-        return root, self._requests(env, root)
-
-    def _requests(self, env: EnvBase, root: TensorDictBase) -> list[SampleRequest]:
-        """Return the requests for a turn's prompts; what a ``ChatEnv`` has for the chat template counts here too."""
-        # TorchRL's environment renders with them in text mode only; here it is the policy that renders
+    def requests_for(env: EnvBase, root: TensorDictBase) -> list[SampleRequest]:
+        # what a ChatEnv has for the chat template counts here too: TorchRL's environment renders with it in text mode
+        # only, and here it is the policy that renders
         given = getattr(env, "template_kwargs", None) or {}
         options = {name: value for name, value in given.items() if name not in NOT_THE_TEMPLATES}
         if options and root.get(OPTIONS, None) is None:
             root = root.copy().set(OPTIONS, NonTensorData(options, batch_size=root.batch_size))
-        return self._policy.requests(root, **self._generate_kwargs)
+        return policy.requests(root, **generate_kwargs)
 
-    def _step(
-        self, env: EnvBase, root: TensorDictBase, requests: list[SampleRequest], completions: Sequence[Completion]
+    def reset(env: EnvBase) -> tuple[TensorDictBase, list[SampleRequest]]:
+        root = env.reset(data)
+        return root, requests_for(env, root)
+
+    def step(
+        env: EnvBase, root: TensorDictBase, requests: list[SampleRequest], completions: Sequence[Completion]
     ) -> tuple[TensorDictBase, list[SampleRequest]]:
         """Take a turn, and return the next one's prompts; none if it was the last."""
-        answers = lazy_stack([self._policy.answer(*pair) for pair in zip(requests, completions, strict=True)])
+        answers = lazy_stack([policy.answer(*pair) for pair in zip(requests, completions, strict=True)])
         # the environment steps on what it may see, then the rest is added
         keys = set(answers.keys())
         root = root.exclude(*keys).update(answers.select(*(keys & set(SHOWN))))
         turn = env.step(root).update(answers.select(*(keys - set(SHOWN))))
-        self.turns.append(turn)
+        turns.append(turn)
         done = turn["next", "done"].reshape(len(requests), -1).any(-1)
         # several samples in one environment end together, after one turn
         if done.all():
             return root, []
         if done.any() or len(requests) > 1:
             raise ValueError(
-                f"after turn {len(self.turns)} {int(done.sum())} of {len(done)} samples of a group are done. An "
+                f"after turn {len(turns)} {int(done.sum())} of {len(done)} samples of a group are done. An "
                 "environment that continues needs batch size (1,), one for each sample; one of a single turn needs a "
                 "transform that says so, such as StepCounter(max_steps=1)"
             )
-        if len(self.turns) >= self._max_turns:
-            raise too_many_turns(self._max_turns, "the environment is not done")
+        if len(turns) >= max_turns:
+            raise too_many_turns(max_turns, "the environment is not done")
         # earlier turns' tokens, log-probs and routes go to the root, where the policy reads them
         root = env.step_mdp(turn)
-        return root, self._requests(env, root)
+        return root, requests_for(env, root)
+
+    # only requests are awaited in the loop: resets, rewards and tokenizing block, so they are in a thread
+    root, requests = await in_thread(reset)
+    while requests:
+        completions = await gather([generate(request, i) for i, request in enumerate(requests)])
+        root, requests = await in_thread(step, root, requests, completions)
+    return turns
 
 
 def too_many_turns(max_turns: int, what: str) -> ValueError:
@@ -140,6 +132,9 @@ MOST_THREADS = 32
 MOST_GIVEN_UP = 64
 IDLE_SECONDS = 5.0
 ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
+OF_A_CHAT = ("input_mode", "system_prompt", "tokenizer", "template_kwargs", "system_role", "user_role", "policy_role",
+             "data_key", "device")  # fmt: skip
+"""What a ``ChatEnv`` is made with, beside its batch size."""
 
 
 def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[object] | None, int | None]:
@@ -207,18 +202,7 @@ def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:
             f"the environment has batch size {list(env.batch_size)}: make it with (1,), an environment for each "
             f"sample, or with ({group_size},), one for each group of answers"
         )
-    again = ChatEnv(
-        input_mode=base.input_mode,
-        batch_size=(group_size,),
-        system_prompt=base.system_prompt,
-        tokenizer=base.tokenizer,
-        template_kwargs=base.template_kwargs,
-        system_role=base.system_role,
-        user_role=base.user_role,
-        policy_role=base.policy_role,
-        data_key=base.data_key,
-        device=base.device,
-    )
+    again = ChatEnv(batch_size=(group_size,), **{name: getattr(base, name) for name in OF_A_CHAT})
     transforms = [transform.clone() for transform in _transforms(env)]
     return TransformedEnv(again, Compose(*transforms)) if transforms else again
 
@@ -266,6 +250,10 @@ class Threads(ThreadPoolExecutor):
             self._calls.append(call)
             self._wake_thread()
         return call
+
+    def call(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """Call user code, for the running event loop; its errors are plain ones."""
+        return asyncio.get_running_loop().run_in_executor(self, plainly, function, *arguments)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after their calls; none is waited for."""
@@ -390,24 +378,25 @@ class EnvironmentPool:
         max_turns: int = MAX_TURNS,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
-        """Run the samples of one environment; see :class:`Episode`."""
+        """Run the samples of one environment; see :func:`play_episode`."""
         async with self.lend(timeout) as in_thread:
             samples = lazy_stack([data.copy() for _ in range(self.group_size)])
-            return await Episode(policy, generate, in_thread, max_turns, **generate_kwargs).run(samples)
+            return await play_episode(policy, generate, in_thread, samples, max_turns, **generate_kwargs)
 
     @asynccontextmanager
     async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:
         """Reserve an environment for an episode; yields a function that calls another one with it, in a thread."""
         mine = await self._take() if self._is_kept else None
 
+        def came_back(env: EnvBase, _: object) -> None:
+            self._hung -= 1
+            self._free.append(env)
+
         async def in_thread(function: Callable[..., T], *arguments: object) -> T:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
-                loop = asyncio.get_running_loop()
-                call: asyncio.Future[T] = loop.run_in_executor(
-                    self._threads, plainly, self._use, env, function, *arguments
-                )
+                call = self._threads.call(self._use, env, function, *arguments)
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
@@ -419,12 +408,16 @@ class EnvironmentPool:
                     if not call.done():
                         mine = None
                         self._hung += 1
-                        call.add_done_callback(partial(self._came_back, env))
+                        call.add_done_callback(partial(came_back, env))
                     elif env is not mine:
                         self._free.append(env)
-                if not done:
-                    self._check_hung(timeout)
-                return call.result()
+                if done:
+                    return call.result()
+                if self._make is None:
+                    raise CollectionError(f"{ONLY_ONE} It had {timeout:g} s.")
+                if self._hung > MOST_THREADS:
+                    raise CollectionError(f"{self._hung} environments did not return in time")
+                raise EnvironmentTimeoutError(f"the environment did not return within {timeout:g} s")
 
         try:
             yield in_thread
@@ -433,18 +426,14 @@ class EnvironmentPool:
                 self._free.append(mine)
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, plainly, function, *arguments)
-
-    def _came_back(self, env: EnvBase, _: object) -> None:
-        self._hung -= 1
-        self._free.append(env)
+        return await self._threads.call(function, *arguments)
 
     async def _take(self) -> EnvBase:
         if self._free:
             return self._free.pop()
         if self._make is None:
             raise CollectionError(ONLY_ONE)
-        return await self.call(self._made, self._make)
+        return await self._threads.call(self._made, self._make)
 
     # -- in a thread ------------------------------------------------------------------------------------------------
 
@@ -471,13 +460,6 @@ class EnvironmentPool:
                 env.close(raise_if_closed=False)
 
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    def _check_hung(self, timeout: float | None) -> None:
-        if self._make is None:
-            raise CollectionError(f"{ONLY_ONE} It had {timeout:g} s.")
-        if self._hung > MOST_THREADS:
-            raise CollectionError(f"{self._hung} environments did not return in time")
-        raise EnvironmentTimeoutError(f"the environment did not return within {timeout:g} s")
 
     def close(self, keep: EnvBase | None = None) -> None:
         """End the threads and close every environment but ``keep``; one in use is closed after its call.

@@ -56,29 +56,6 @@ def refuse_version_tracker(track_policy_version: object) -> None:
         raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
 
 
-def _refuse_seed(policy: vLLMWrapper) -> None:
-    """Refuse one seed for all answers: those to a prompt would be the same."""
-    seed = policy.sampling_params.get("seed")
-    # vLLM's -1 means no seed, as None does
-    if seed not in (None, -1):
-        raise ValueError(
-            f"the policy samples with seed={seed}, so all answers to a prompt are the same: leave it out and seed the "
-            "engine, collector.set_seed(seed), or use AsyncLLMCollector, which gives each answer a seed of its own"
-        )
-
-
-def _one_env(env: EnvBase | Callable[[], EnvBase]) -> EnvBase:
-    """Return the environment of a collector that has one."""
-    # an environment is callable too, and an async function would return a coroutine
-    env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
-    if not isinstance(env, EnvBase):
-        raise TypeError(
-            f"env must be an environment or a callable that makes one, got {type(env).__name__}; async functions are "
-            "played by AsyncLLMCollector"
-        )
-    return env
-
-
 # -- the data ---------------------------------------------------------------------------------------------------------
 
 
@@ -245,10 +222,22 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         policy = one_policy(policy, policy_factory)
         self._engine = policy.engine if isinstance(policy, vLLMWrapper) else None  # of a policy that is ours
         if isinstance(policy, vLLMWrapper):
-            _refuse_seed(policy)
-            # rows carry the engine's versions, which TorchRL's transform would overwrite
+            # vLLM's -1 means no seed, as None does
+            if (seed := policy.sampling_params.get("seed")) not in (None, -1):
+                raise ValueError(
+                    f"the policy samples with seed={seed}, so all answers to a prompt are the same: leave it out and "
+                    "seed the engine, collector.set_seed(seed), or use AsyncLLMCollector, which gives each answer a "
+                    "seed of its own"
+                )
             refuse_version_tracker(track_policy_version)
-        env = _one_env(env)
+        # an environment is callable too, and an async function would return a coroutine
+        if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env):
+            env = env()
+        if not isinstance(env, EnvBase):
+            raise TypeError(
+                f"env must be an environment or a callable that makes one, got {type(env).__name__}; async functions "
+                "are played by AsyncLLMCollector"
+            )
         if isinstance(policy, vLLMWrapper):
             env, track_policy_version = with_versions(env) if track_policy_version else env, False
         # the data are read by a feed of ours, which knows its position and what was not yielded
@@ -276,13 +265,13 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             )
         if self._feed is not None:
             self._feed.restart()  # TorchRL has reset the environment once and drops that reset
-        shown = [
-            "dialog_turns_per_batch",
-            "yield_completed_trajectories",
-            "yield_only_last_steps",
-            "reset_at_each_iter",
-        ]
-        self._begin_reports(policy, {name: getattr(self, name) for name in shown}, total_dialog_turns, verbose)
+        settings = {
+            "dialog_turns_per_batch": self.dialog_turns_per_batch,
+            "yield_completed_trajectories": self.yield_completed_trajectories,
+            "yield_only_last_steps": self.yield_only_last_steps,
+            "reset_at_each_iter": self.reset_at_each_iter,
+        }
+        self._begin_reports(policy, settings, total_dialog_turns, verbose)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -468,7 +457,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Continue where another collector of the same data stopped; running samples here are dropped.
 
         Args:
-            state_dict: of another collector.
+            state_dict: that collector's.
             kwargs: TorchRL's ``strict``.
 
         Raises:
@@ -484,7 +473,6 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 self._feed.load_state_dict(prompts)
 
     def _begin_again(self) -> None:
-        """Forget running samples."""
         self._shuttle, self._undelivered, self._counted = None, None, 0
         self._result_numel = 0
         self._finished.clear()
@@ -494,10 +482,9 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 queue.clear()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what shuffles the data, the engine and the environment. What an engine draws also depends on batching.
+        """Seed what shuffles the data, the engine and the environment, and return the next seed to use.
 
-        Returns:
-            The next seed to use.
+        What an engine draws also depends on batching.
         """
         if self._feed is not None:
             self._feed.stream.seed(seed)

@@ -49,7 +49,8 @@ class PromptStream:
         self._rows: deque[TensorDictBase] = deque()
         self._again: deque[Prompt] = deque()
         self._iterator: Iterator[object] | None = None
-        self._position = 0
+        self.position = 0
+        """Rows read so far. Those that come again after a restore are counted once."""
         self._epoch_position = 0  # where this epoch began
         self._epoch_rng: Tensor | None = None
 
@@ -60,23 +61,14 @@ class PromptStream:
         """Return the next row."""
         if self._again:
             return self._again.popleft()
-        prompt = Prompt(self._position, self._next_row())
-        self._position += 1
+        prompt = Prompt(self.position, self._next_row())
+        self.position += 1
         return prompt
-
-    def give_back(self, prompts: Iterable[Prompt]) -> None:
-        """Return these rows again, in their order, before any other."""
-        self._again = deque(sorted((*self._again, *prompts), key=lambda prompt: prompt.position))
 
     @property
     def next_position(self) -> int:
         """The position of the next row."""
-        return self._again[0].position if self._again else self._position
-
-    @property
-    def position(self) -> int:
-        """Rows read so far, including those given back."""
-        return self._position
+        return self._again[0].position if self._again else self.position
 
     def seed(self, seed: int) -> None:
         """Seed what shuffles the data, from the next epoch on; this is the first one if nothing was read."""
@@ -93,7 +85,7 @@ class PromptStream:
     def _next_batch(self) -> object:
         if self._iterator is None:
             # an epoch is shuffled as it begins: with this state it can be read again
-            self._epoch_position = self._position
+            self._epoch_position = self.position
             self._epoch_rng = _rng(self._dataloader).get_state()
             self._iterator = iter(self._dataloader)
         batch = next(self._iterator, None)
@@ -107,7 +99,7 @@ class PromptStream:
         """Return the position of the stream; ``unfinished`` rows come again after a restore."""
         again = {prompt.position: prompt.data for prompt in (*self._again, *unfinished)}
         return {
-            "position": self._position,
+            "position": self.position,
             "epoch_position": self._epoch_position,
             "epoch_rng": self._epoch_rng,
             "again": dict(sorted(again.items())),
@@ -117,7 +109,7 @@ class PromptStream:
         """Continue where another stream of the same data stopped; the current epoch is read again up to there."""
         self._rows.clear()
         self._iterator = None
-        self._position = state["epoch_position"]
+        self.position = state["epoch_position"]
         # a dataloader cannot seek: shuffle as then, and read up to the position
         rng = _rng(self._dataloader)
         before = rng.get_state()

@@ -24,10 +24,9 @@ from tensordict import TensorDictBase
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
-from torchrl_moe._checks import renamed
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
 from torchrl_moe.collectors.llm_collector import LLMCollector, Policy
-from torchrl_moe.collectors.reports import FreeRunning, SampleReader
+from torchrl_moe.collectors.reports import FreeRunning
 from torchrl_moe.collectors.rollouts import GroupFilter
 from torchrl_moe.collectors.schedule import Order
 from torchrl_moe.collectors.workflow import EnvLike
@@ -39,8 +38,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.render.tables import html_table, print_table
-from torchrl_moe.render.tokens import MOST_TOKENS, Color, show_token_samples
+from torchrl_moe.render.tables import html_table
 
 if TYPE_CHECKING:
     import pandas
@@ -115,13 +113,7 @@ class AsyncLLMCollectorOptions(CollectorOptions, total=False):
     heartbeat_timeout: float | None
 
 
-OF_RAY = {
-    "ray_init_config": None,
-    "remote_config": None,
-    "num_cpus": None,
-    "num_gpus": None,
-    "sync_iter": True,
-}
+OF_RAY = {"ray_init_config": None, "remote_config": None, "num_cpus": None, "num_gpus": None, "sync_iter": True}
 """What the actor's collector does not take, and its defaults."""
 
 
@@ -186,8 +178,7 @@ class CollectorHost:
     def make(self, kind: type[AsyncLLMCollector] | type[LLMCollector], arguments: Mapping[str, Any]) -> int | None:
         """Make the collector, and return the answers in a batch."""
         self._made = kind(**arguments)
-        turns: int | None = self._made.dialog_turns_per_batch
-        return turns
+        return self._made.dialog_turns_per_batch
 
     @property
     def _collector(self) -> AsyncLLMCollector | LLMCollector:
@@ -308,29 +299,15 @@ class RayCollector(FreeRunning):
         self._pauses = 0
         self._is_writing = False
         self._writer: threading.Thread | None = None
-        placement = actor_options(
-            options.get("remote_config"), num_cpus=options.get("num_cpus"), num_gpus=options.get("num_gpus")
-        )
+        num_cpus, num_gpus = options.get("num_cpus"), options.get("num_gpus")
+        placement = actor_options(options.get("remote_config"), num_cpus=num_cpus, num_gpus=num_gpus)
         self.total_dialog_turns = self.total_frames = options.get("total_dialog_turns", -1)
         ray_init_config = options.get("ray_init_config")
         if ray_init_config is None:
             join_cluster()
         elif not ray.is_initialized():
             ray.init(**ray_init_config)
-        # first what cannot be sent, since a place in the cluster may take minutes
-        arguments = _put(self._sendable(env, options))
-        self._actor = _place(placement)
-        try:
-            self.dialog_turns_per_batch: int | None = self._ask("make", kind, arguments)
-        except BaseException:
-            self._kill()
-            raise
-        self.requested_frames_per_batch = self.dialog_turns_per_batch
-        self.weight_updater = options.get("weight_updater")
-
-    def _sendable(self, env: EnvLike, options: CollectorOptions) -> dict[str, object]:
-        """Return the local collector's arguments, with what the actor may use of a buffer."""
-        # the updater stays where the weights are
+        # the local collector's arguments, with what the actor may use of a buffer; the updater stays with the weights
         arguments = {name: value for name, value in options.items() if name not in (*OF_RAY, "weight_updater")}
         if isinstance(self.replay_buffer, RayReplayBuffer):
             arguments["replay_buffer"] = self.replay_buffer.client()
@@ -338,7 +315,16 @@ class RayCollector(FreeRunning):
             arguments["replay_buffer"] = None
             if options.get("flatten_data") is None and not options.get("yield_only_last_steps"):
                 arguments["flatten_data"] = True  # the default with a buffer, which the actor does not see
-        return {"env": env, **arguments}
+        # first what cannot be sent, since a place in the cluster may take minutes
+        sent = _put({"env": env, **arguments})
+        self._actor = _place(placement)
+        try:
+            self.dialog_turns_per_batch: int | None = self._ask("make", kind, sent)
+        except BaseException:
+            self._kill()
+            raise
+        self.requested_frames_per_batch = self.dialog_turns_per_batch
+        self.weight_updater = options.get("weight_updater")
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -347,6 +333,9 @@ class RayCollector(FreeRunning):
         if self._is_over:
             raise CollectionError("the collector was shut down")
         return self._wait(self._begin(method, *arguments))
+
+    def _local(self, method: str, *arguments: object) -> Any:
+        return self._ask("call", method, *arguments)
 
     def _begin(self, method: str, *arguments: object) -> ObjectRef:
         if not ray.is_initialized():  # a call would start another cluster
@@ -401,7 +390,9 @@ class RayCollector(FreeRunning):
                 return (self._ahead.popleft(),)
             try:
                 if self._awaited is None:
-                    self._check_unpaused()
+                    # a paused local collector would yield nothing; a pause waits for the writer
+                    if self._rests and self._pauses and threading.current_thread() is not self._writer:
+                        raise RuntimeError("the collector is paused")
                     self._awaited = self._ask_for_batch()
                 found: tuple[TensorDictBase | None, ...] = unpack(self._wait(self._awaited))
             except Exception:
@@ -418,11 +409,6 @@ class RayCollector(FreeRunning):
         # the actor counts what the writer's batches were trained on by weight updates only
         return self._begin("next", threading.current_thread() is self._writer)
 
-    def _check_unpaused(self) -> None:
-        """Refuse to ask a paused local collector, which would yield nothing; a pause waits for the writer."""
-        if self._rests and self._pauses and threading.current_thread() is not self._writer:
-            raise RuntimeError("the collector is paused")
-
     def _is_here(self) -> bool:
         """Whether a requested batch has arrived; waits for it if the local collector works only when asked."""
         awaited = self._awaited
@@ -436,8 +422,7 @@ class RayCollector(FreeRunning):
         Raises:
             RuntimeError: there is no buffer.
         """
-        if self.replay_buffer is None:
-            raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
+        self._check_buffer()
         if not self.is_running():
             self._writer = threading.Thread(target=self._write, name="torchrl_moe-ray-writer", daemon=True)
             self._writer.start()
@@ -466,11 +451,7 @@ class RayCollector(FreeRunning):
 
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
-        """Pause the local collector within the context, and request nothing from it.
-
-        Args:
-            resume: whether to continue afterwards.
-        """
+        """Pause the local collector within the context, and request nothing from it; see :meth:`LLMCollector.pause`."""
         with self._changed:
             self._pauses += 1
         try:
@@ -493,11 +474,11 @@ class RayCollector(FreeRunning):
 
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy, which must be picklable."""
-        return self._ask("call", "getattr_policy", attr)
+        return self._local("getattr_policy", attr)
 
     def getattr_env(self, attr: str) -> Any:
         """Return an attribute of the environment, which must be picklable."""
-        return self._ask("call", "getattr_env", attr)
+        return self._local("getattr_env", attr)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -513,12 +494,7 @@ class RayCollector(FreeRunning):
     @property
     def policy_version(self) -> int | None:
         """The newest version of the engine's weights, as the local collector knows it."""
-        version: int | None = self._ask("read", "policy_version")
-        return version
-
-    def get_policy_version(self) -> int | None:
-        """:attr:`policy_version`, as TorchRL has it."""
-        return self.policy_version
+        return self._ask("read", "policy_version")
 
     # -- batches and reports ----------------------------------------------------------------------------------------
 
@@ -537,41 +513,21 @@ class RayCollector(FreeRunning):
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[TensorDictBase], None] | None) -> None:
-        self._ask("call", "set_post_collect_hook", hook)
+        self._local("set_post_collect_hook", hook)
         self._post_collect_hook = hook
 
     def stats(self) -> dict[str, int | float | bool]:
         """Return metrics by name, plain numbers for a logger."""
-        found: dict[str, int | float | bool] = self._ask("call", "stats")
-        return found
+        return self._local("stats")
 
     @property
     def first_failure(self) -> str | None:
         """The prompt and the error of the first group that failed; ``None`` if none has."""
-        found: str | None = self._ask("read", "first_failure")
-        return found
-
-    @renamed(colour="color")
-    def show_samples(
-        self,
-        n: int = 4,
-        characters: int = 160,
-        *,
-        color: Color | None = None,
-        layer: int | None = None,
-        tokens: int = MOST_TOKENS,
-    ) -> None:
-        """Show the newest samples of the last batch; see :meth:`LLMCollector.show_samples`."""
-        if color is not None:
-            show_token_samples(self._ask("call", "token_samples", n, tokens), color, layer)
-            return
-        title, cells = self._ask("call", "sample_cells", n, characters)
-        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+        return self._ask("read", "first_failure")
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas ``DataFrame`` with a row for each batch; see :meth:`LLMCollector.to_pandas`."""
-        table: pandas.DataFrame = self._ask("call", "to_pandas")
-        return table
+        return self._local("to_pandas")
 
     def _repr_html_(self) -> str:
         """Return the table of the local collector; of one that is over, or says nothing, why."""
@@ -582,8 +538,7 @@ class RayCollector(FreeRunning):
         self, env: EnvLike, n: int, *, dataloader: Iterable[object] | None = None, **generate_kwargs: object
     ) -> TensorDictBase:
         """Answer ``n`` held-out prompts in the actor, at top priority, while the collection continues."""
-        found: TensorDictBase = self._ask("evaluate", env, n, dataloader, generate_kwargs)
-        return found
+        return self._ask("evaluate", env, n, dataloader, generate_kwargs)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -599,7 +554,7 @@ class RayCollector(FreeRunning):
                             ahead += [batch for batch in unpack(self._wait(self._awaited)) if batch is not None]
                 finally:
                     self._taking.release()
-            return {**self._ask("call", "state_dict"), "ahead": ahead}
+            return {**self._local("state_dict"), "ahead": ahead}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where a collector of the same data stopped, even a local one. Call it before the first batch."""
@@ -608,16 +563,12 @@ class RayCollector(FreeRunning):
         with self._taking:
             self._is_here()  # else the batch that was requested could be made from what is loaded
             self._awaited = None
-            self._ask("call", "load_state_dict", state)
+            self._local("load_state_dict", state)
             self._ahead = deque(ahead)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the actor's data and environment.
-
-        Returns:
-            The next seed to use.
-        """
-        return int(self._ask("call", "set_seed", seed, static_seed))
+        """Seed the actor's data and environment, and return the next seed to use."""
+        return int(self._local("set_seed", seed, static_seed))
 
     # -- end --------------------------------------------------------------------------------------------------------
 
@@ -703,20 +654,11 @@ class RayAsyncLLMCollector(RayCollector):
     """An :class:`AsyncLLMCollector` in a Ray actor, so environments, rewards and tokenizing cost the trainer no CPU.
 
     Give it a policy over an engine in Ray, or a ``policy_factory`` that connects to one. Several collectors, each with
-    its own data, can share that engine. The actor ends with :meth:`shutdown`, when the collector is garbage collected,
-    and with this process. Errors are those raised in the actor, or ``CollectionError`` if the actor has died.
+    its own data, can share that engine. How the actor ends, and its errors, are as of :class:`RayLLMCollector`.
 
     Args:
-        env: see :class:`AsyncLLMCollector`, also for all arguments not listed here. Factories, and functions of batches
-            or groups, are called in the actor.
-        policy: a policy that can be pickled, so not one over a local engine.
-        replay_buffer: a ``RayReplayBuffer`` is extended by the actor, a local buffer by this process.
-        weight_updater: stays here.
-        ray_init_config: for ``ray.init``, if this process is not connected to a cluster; default: an existing cluster
-            if Ray finds one, else a new one, which ends with this process.
-        remote_config: Ray's options for the actor, such as ``resources`` or ``runtime_env``.
-        num_cpus: of the actor; instead of in ``remote_config``.
-        num_gpus: of the actor; instead of in ``remote_config``.
+        env: see :class:`AsyncLLMCollector` for its arguments, and :class:`RayLLMCollector` for Ray's and for what can
+            be sent to an actor.
         sync_iter: no effect: it generates while the trainer trains.
 
     Raises:

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 class CollectionProgress:
-    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C leaves it
-    open.
-    """
+    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C does not."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._total = total if total >= 0 else None
@@ -109,13 +107,19 @@ class SampleReader:
     def cells(self, row: TensorDictBase, characters: int) -> tuple[str, ...]:
         """Return the texts of :attr:`COLUMNS` of a row, batch size ``[]``; prompts and answers are cut."""
         versions = row.get(("policy_versions", "full"), None)
-        versions = None if versions is None else versions[versions >= 0]  # -1: not sampled
+        if versions is None:
+            version = _cell(_plain(row.get("policy_version", None)))
+        elif len(known := versions[versions >= 0]):  # -1: not sampled
+            low, high = int(known.min()), int(known.max())
+            version = f"{low}" if low == high else f"{low} to {high}"
+        else:
+            version = ABSENT
         return (
             _cell(_plain(row.get("group_id", None))),
             *(one_line(self._part(row, part), characters) for part in ("prompt", "response")),
             _cell(_reward(row)),
             _cell(self._num_tokens(row, self._is_padded(row))),
-            _cell(_plain(row.get("policy_version", None))) if versions is None else _span(versions),
+            version,
             _cell(_plain(row.get("num_segments", None))),
             _cell(_plain(row.get("finish_reason", None))),
         )
@@ -124,7 +128,6 @@ class SampleReader:
         return bool(getattr(row.get(self._tokens, None), "padded", False))
 
     def _num_tokens(self, row: TensorDictBase, is_padded: bool) -> int:
-        """How many tokens were generated."""
         ids = self._ids(row, "response", is_padded)
         return 0 if ids is None else len(ids)
 
@@ -151,7 +154,6 @@ class SampleReader:
 
 
 def _plain(value: object) -> object:
-    """Return a leaf as plain Python."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     # a NonTensorData holds it; a lazy stack has given it already
@@ -168,13 +170,6 @@ def _cell(value: object) -> str:
     if value is None:
         return ABSENT
     return f"{value:.4g}" if isinstance(value, float) else one_line(str(value), 40)
-
-
-def _span(versions: torch.Tensor) -> str:
-    if not len(versions):
-        return ABSENT
-    low, high = int(versions.min()), int(versions.max())
-    return f"{low}" if low == high else f"{low} to {high}"
 
 
 # -- the record of a collection ---------------------------------------------------------------------------------------
@@ -248,7 +243,45 @@ class CollectionRecord:
 # -- what collectors have in common -----------------------------------------------------------------------------------
 
 
-class FreeRunning(BaseCollector):
+class ShowsSamples(BaseCollector):
+    """Shows the samples of a collector that is here, or in another process."""
+
+    def _local(self, method: str, *arguments: object) -> Any:
+        """Call a method of the collector that has the samples."""
+        return getattr(self, method)(*arguments)
+
+    @renamed(colour="color")
+    def show_samples(
+        self,
+        n: int = 4,
+        characters: int = 160,
+        *,
+        color: Color | None = None,
+        layer: int | None = None,
+        tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Show the newest samples of the last batch; as they were collected, before ``postproc``.
+
+        Args:
+            n: how many.
+            characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
+            color: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
+                :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
+                ``"log_probs"``.
+            layer: of the experts.
+            tokens: of each sample that are shown token by token.
+
+        Raises:
+            ValueError: a number is below 1, another color, or a layer without routes.
+        """
+        if color is not None:
+            show_token_samples(self._local("token_samples", n, tokens), color, layer)
+            return
+        title, cells = self._local("sample_cells", n, characters)
+        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+
+
+class FreeRunning(ShowsSamples):
     """What TorchRL's trainers ask of a collector of ours that fills a buffer from a thread of its own."""
 
     init_random_frames = 0
@@ -259,6 +292,10 @@ class FreeRunning(BaseCollector):
     def _failure(self) -> BaseException | None:
         """What ended the collection, if not a shutdown."""
         return None
+
+    def _check_buffer(self) -> None:
+        if self.replay_buffer is None:
+            raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread has not ended."""
@@ -274,6 +311,10 @@ class FreeRunning(BaseCollector):
             raise self._failure
         return getattr(self.replay_buffer, attr)
 
+    def get_policy_version(self) -> int | None:
+        """``policy_version``, as TorchRL has it for Ray."""
+        return self.policy_version
+
     def update_policy_weights_(self, policy_or_weights: object = None, **kwargs: object) -> None:
         """Push weights with TorchRL's weight updater, if there is one; else the sync scheme's sender has done so."""
         if self.weight_updater is not None:
@@ -281,7 +322,7 @@ class FreeRunning(BaseCollector):
         self.increment_version()
 
 
-class Reports(BaseCollector):
+class Reports(ShowsSamples):
     """A mixin for reports. The collector's base comes after it: ``class MyCollector(Reports, LLMCollector)``.
 
     A collector calls :meth:`_begin_reports` once and :meth:`_report` with each batch that it yields. It waits for
@@ -320,36 +361,6 @@ class Reports(BaseCollector):
         """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
 
-    @renamed(colour="color")
-    def show_samples(
-        self,
-        n: int = 4,
-        characters: int = 160,
-        *,
-        color: Color | None = None,
-        layer: int | None = None,
-        tokens: int = MOST_TOKENS,
-    ) -> None:
-        """Show the newest samples of the last batch; as they were collected, before ``postproc``.
-
-        Args:
-            n: how many.
-            characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
-            color: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
-                :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
-                ``"log_probs"``.
-            layer: of the experts.
-            tokens: of each sample that are shown token by token.
-
-        Raises:
-            ValueError: a number is below 1, another color, or a layer without routes.
-        """
-        if color is not None:
-            show_token_samples(self.token_samples(n, tokens), color, layer)
-            return
-        title, cells = self.sample_cells(n, characters)
-        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
-
     def token_samples(self, n: int, tokens: int) -> list[TokenSample]:
         """Return what :meth:`show_samples` shows token by token: plain data, none before the first batch."""
         if self.record.batch is None:
@@ -381,7 +392,6 @@ class Reports(BaseCollector):
             return f"{type(self).__name__}(not made)"
 
     def _summary(self) -> str:
-        """Return one line on it."""
         settings = ", ".join(f"{name}={one_line(str(value), 40)}" for name, value in self._shown_settings.items())
         return f"{type(self).__name__}({self.record.batches} batches; {settings})"
 

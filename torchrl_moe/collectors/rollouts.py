@@ -17,7 +17,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -61,7 +62,7 @@ GroupFilter: TypeAlias = "Callable[[TensorDictBase], bool]"
 """Whether to train on a group, ``[rows]``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """See :class:`AsyncLLMCollector`, whose arguments these are."""
 
@@ -105,10 +106,6 @@ class Settings:
         check_number("max_dropped_groups", self.max_dropped_groups, 0, whole=True, none=True)
         for name in ("reward_timeout", "heartbeat_timeout"):
             check_number(name, getattr(self, name), above=0, most=LONGEST, none=True, hint="It is in seconds.")
-
-    def by_name(self) -> dict[str, object]:
-        # dataclasses.asdict would copy what the user gave, a filter with a lock in it, say
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -161,15 +158,21 @@ class Group:
     def ask(self, sample: int, name: str, arguments: Mapping[str, Any], version: int) -> tuple[Turn, dict[str, Any]]:
         """Note a sample's next turn; return it and its arguments of ``agenerate``, with an answer to resume."""
         turns = self.turns.setdefault(sample, [])
-        turn = Turn(f"{name}-{len(turns)}", _how(arguments))
+        how = f"{arguments['sampling_params']!r}, routes: {arguments.get('return_routed_experts', True)}"
+        turn = Turn(f"{name}-{len(turns)}", how)
         had = self.restored.get(sample, {}).get(len(turns))
         turns.append(turn)
         # one session for a sample, so that its turns find their prefix in the cache of one replica
         asked = {"session_id": name, **arguments, "request_id": turn.request_id}
-        if had is not None and _fits(had, arguments, version):
-            del asked["prompt_token_ids"]
-            asked.pop("routed_experts", None)  # the answer has its own
-            asked["resume"] = had[0]
+        if had is not None:
+            answer, had_how = had
+            same_ids = np.array_equal(answer.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
+            # an engine with older weights than the answer's cannot have made it: this is another run
+            is_known = all(output.policy_versions.max(initial=0) <= version for output in answer.outputs)
+            if same_ids and is_known and had_how == how:
+                del asked["prompt_token_ids"]
+                asked.pop("routed_experts", None)  # the answer has its own
+                asked["resume"] = answer
         return turn, asked
 
     def answers(self, under_way: Mapping[str, Completion]) -> Answers:
@@ -235,19 +238,6 @@ def _check_rewards(rows: Sequence[TensorDictBase]) -> None:
             raise ValueError(f"the environment's reward is {reward.tolist()}: a reward must be finite, in float32")
 
 
-def _how(arguments: Mapping[str, Any]) -> str:
-    return f"{arguments['sampling_params']!r}, routes: {arguments.get('return_routed_experts', True)}"
-
-
-def _fits(had: tuple[Completion, str], arguments: Mapping[str, Any], version: int) -> bool:
-    """Whether an answer has the prompt and arguments of the current request, and weights that the engine has had."""
-    completion, how = had
-    # an engine with older weights than the answer's cannot have made it: this is another run
-    is_known = all(output.policy_versions.max(initial=0) <= version for output in completion.outputs)
-    same_ids = np.array_equal(completion.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
-    return is_known and same_ids and how == _how(arguments)
-
-
 class CollectionStats:
     """Counts of a collector, and metrics of its last batch, under the names of TorchRL's scripts where they have one.
 
@@ -264,7 +254,8 @@ class CollectionStats:
         self._began = time.monotonic()
         self._changed_at = self._began
         self._idle = 0.0  # seconds without an answer in flight
-        self._drops: Counter[str] = Counter()
+        self.drops: Counter[str] = Counter()
+        """Reason -> groups that were dropped and replaced."""
         self._sampled = [0, 0]  # answers, tokens: of all groups that were completed
         self._trained = [0, 0]
         self._batch: dict[str, float] = {}
@@ -294,10 +285,6 @@ class CollectionStats:
         self._sampled[0] += 1
         self._sampled[1] += group.tokens
 
-    def dropped(self, reason: str) -> None:
-        """Count a group that is dropped and replaced."""
-        self._drops[reason] += 1
-
     def gave_out(self, groups: Sequence[Group], version: int) -> None:
         """Set the metrics of a batch that is trained on at a version."""
         now = time.monotonic()
@@ -326,9 +313,9 @@ class CollectionStats:
             "inference/idle": idle / seconds,
             "collector/failures": float(self.failures),
             "collector/samples_left_out": float(self.left_out),
-            "collector/refills": float(sum(self._drops.values())),
+            "collector/refills": float(sum(self.drops.values())),
         }
-        found |= {f"collector/groups_dropped/{reason}": float(count) for reason, count in sorted(self._drops.items())}
+        found |= {f"collector/groups_dropped/{reason}": float(count) for reason, count in sorted(self.drops.items())}
         # below 1, long answers are dropped more often than short ones
         if self._trained[0] and self._sampled[1]:
             trained, sampled = (tokens / groups for groups, tokens in (self._trained, self._sampled))
@@ -359,15 +346,11 @@ class Rollouts:
         prompts: PromptStream,
         settings: Settings,
         schedule: Schedule,
-        stats: CollectionStats,
     ) -> None:
-        self._policy = policy
-        self._engine = policy.model
-        self._environments = environments
-        self._prompts = prompts
-        self._settings = settings
-        self.schedule = schedule
-        self._stats = stats
+        self._policy, self._engine = policy, policy.model
+        self._environments, self._prompts = environments, prompts
+        self._settings, self.schedule = settings, schedule
+        self.stats = CollectionStats()
         self.pauses = 0
         """How many pauses are in effect."""
         self.error: BaseException | None = None
@@ -420,6 +403,11 @@ class Rollouts:
         """Have :meth:`run` look what has changed."""
         self._changed.set()
 
+    def pause(self, more: int) -> None:
+        """Begin a pause, or end one with -1."""
+        self.pauses += more
+        self.wake()
+
     def ask(self, future: Future[TensorDictBase], trained: bool = True) -> None:
         """Fulfil a future with the next batch; the first call starts the collection."""
         if future.done() or future in self._asked:
@@ -463,7 +451,7 @@ class Rollouts:
             groups = [self.groups.pop(number) for number in numbers]
             self._dropped = 0
             self._progress_at = time.monotonic()
-            self._stats.gave_out(groups, self.version)
+            self.stats.gave_out(groups, self.version)
             batch = lazy_stack([row for group in groups if group.rows is not None for row in group.rows.unbind(0)])
             # until the next request it may still be the collector's, and part of its state
             self._given = self._asked.popleft(), groups
@@ -503,8 +491,18 @@ class Rollouts:
         settings = self._settings
         try:
             # an environment holds one sample, or the whole group
-            starts = range(0, settings.group_size, self._environments.group_size)
-            episodes = await gather([self._run_samples(group, start, oldest_allowed) for start in starts])
+            episodes = await gather(
+                [
+                    self._environments.play(
+                        self._policy,
+                        partial(self._generate, group, oldest_allowed, start),
+                        group.prompt.data,
+                        settings.reward_timeout,
+                        settings.max_turns,
+                    )
+                    for start in range(0, settings.group_size, self._environments.group_size)
+                ]
+            )
             if group.number not in self.groups:  # dropped meanwhile
                 return
             rewarded = [turns for turns in episodes if turns]
@@ -515,7 +513,7 @@ class Rollouts:
                     "a harness made no call"
                 )
             group.complete(rewarded, settings.only_last_turns, settings.track_policy_version)
-            self._stats.left_out += len(episodes) - len(rewarded)
+            self.stats.left_out += len(episodes) - len(rewarded)
             self._progress_at, self._has_completed = time.monotonic(), True
             # the filter is the user's code, so in a thread, and the group may be dropped meanwhile
             keep = settings.group_filter
@@ -533,32 +531,27 @@ class Rollouts:
                 self._failed(group, error)
         self.wake()
 
-    async def _run_samples(self, group: Group, start: int, oldest_allowed: int) -> list[TensorDictBase]:
-        """Run the samples of one environment."""
-
-        async def generate(request: SampleRequest, index: int) -> Completion:
-            return await self._generate(group, start + index, request, oldest_allowed)
-
-        settings = self._settings
-        return await self._environments.play(
-            self._policy, generate, group.prompt.data, settings.reward_timeout, settings.max_turns
-        )
-
-    async def _generate(self, group: Group, sample: int, request: SampleRequest, oldest_allowed: int) -> Completion:
-        """Ask the engine for one answer."""
-        position = group.prompt.position
-        # its own seed and names, and, after a restore, the tokens that it had
-        asked = _own_seed(request.arguments, position * self._settings.group_size + sample)
+    async def _generate(
+        self, group: Group, oldest_allowed: int, start: int, request: SampleRequest, index: int
+    ) -> Completion:
+        """Ask the engine for one answer, to a sample of the environment whose first sample is ``start``."""
+        position, sample = group.prompt.position, start + index
+        asked, params = request.arguments, request.arguments["sampling_params"]
+        # its own seed, since all answers of a group would be the same; vLLM's -1 means no seed, as None does
+        if params.get("seed") not in (None, -1):
+            seed = params["seed"] + position * self._settings.group_size + sample
+            asked = {**asked, "sampling_params": SamplingParameters({**params, "seed": seed})}
+        # its own names, and, after a restore, the tokens that it had
         turn, arguments = group.ask(sample, f"{self._name}-{position}-{sample}", asked, self.version)
         if oldest_allowed > 0:
             arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
         try:
             async with self._room:
-                self._stats.in_flight += 1
+                self.stats.in_flight += 1
                 try:
                     turn.answer = await self._answer(arguments)
                 finally:
-                    self._stats.in_flight -= 1
+                    self.stats.in_flight -= 1
         except (EngineError, RuntimeError) as error:  # the latter from an engine that was shut down
             # at once, not by way of the group, which would count as one of max_failures
             if not isinstance(error, GROUP_ERRORS):
@@ -583,7 +576,7 @@ class Rollouts:
     def _ready(self, group: Group) -> None:
         group.is_ready = True
         group.restored, group.turns = {}, {}
-        self._stats.completed(group)
+        self.stats.completed(group)
         self.schedule.ready(group.number)
 
     def _failed(self, group: Group, error: Exception) -> None:
@@ -599,7 +592,7 @@ class Rollouts:
             self.fail(end)
             return
         prompt = group.prompt
-        self._stats.failed(prompt, error)
+        self.stats.failed(prompt, error)
         LOG.warning(
             "group %d failed at prompt %d (%s): %s", group.number, prompt.position, prompt.excerpt, _told(error)
         )
@@ -607,7 +600,7 @@ class Rollouts:
         most = self._settings.max_failures
         if not self._has_completed:  # a reward with a mistake in it fails at every prompt
             most = min(most, max(FIRST_FAILURES, self._settings.groups_per_batch))
-        if self._stats.failures > most:
+        if self.stats.failures > most:
             error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
             self.fail(error)
 
@@ -615,7 +608,7 @@ class Rollouts:
         """Remove a group; another one starts in its place, unless too many were dropped in a row."""
         self.schedule.drop(group.number)
         del self.groups[group.number]
-        self._stats.dropped(reason)
+        self.stats.drops[reason] += 1
         if reason not in ("filtered", "stale") or not self._asked:  # failures have a limit of their own
             return
         self._dropped += 1
@@ -664,7 +657,7 @@ class Rollouts:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
         self._prompts.load_state_dict(state["prompts"])
         self._restored_answers = dict(state["answers"])
-        self.schedule.restart(state["begun"])
+        self.schedule.begun = state["begun"]
         self._restored = deque(sorted(state["ready"], key=lambda entry: entry["position"]))
 
     # -- ends -------------------------------------------------------------------------------------------------------
@@ -702,16 +695,15 @@ class Rollouts:
                     self._settings.max_staleness,
                 )
         elif limit is not None and time.monotonic() - self._progress_at > limit:
-            self.fail(CollectionStalledError(f"nothing has moved for {limit:g} s: {self._waits()}"))
-
-    def _waits(self) -> str:
-        """Describe what the collection waits for."""
-        running = [group.number for group in self.groups.values() if not group.is_ready]
-        return (
-            f"{len(running)} groups are running (the oldest is {min(running, default=None)}), "
-            f"{self.schedule.ready_groups} are ready, {self.schedule.groups_per_batch} make a batch; "
-            f"{self._stats.in_flight} answers are being generated; {self._engine.replica_table!r}"
-        )
+            running = [group.number for group in self.groups.values() if not group.is_ready]
+            self.fail(
+                CollectionStalledError(
+                    f"nothing has moved for {limit:g} s: {len(running)} groups are running (the oldest is "
+                    f"{min(running, default=None)}), {self.schedule.ready_groups} are ready, "
+                    f"{self.schedule.groups_per_batch} make a batch; {self.stats.in_flight} answers are being "
+                    f"generated; {self._engine.replica_table!r}"
+                )
+            )
 
 
 def _told(error: Exception) -> str:
@@ -726,11 +718,3 @@ def _sets_signals(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _own_seed(arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a request's arguments with its own seed, if it has one: all answers of a group would be the same."""
-    params = arguments["sampling_params"]
-    if params.get("seed") in (None, -1):
-        return arguments
-    return {**arguments, "sampling_params": SamplingParameters({**params, "seed": params["seed"] + number})}

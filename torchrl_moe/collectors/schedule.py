@@ -73,9 +73,10 @@ class Schedule:
         self.ready_groups = 0
         """Groups that are complete and not given out."""
         self.begun = 0
-        """Groups that have started; the number of the next one."""
-        self._given = 0  # batches
-        self._trained = 0
+        """Groups that have started; the number of the next one. A restored schedule continues the numbers."""
+        self.batches = 0
+        """Batches taken."""
+        self._trained = 0  # batches
         self._updates = 0  # since the last batch was given
         self._recent = deque([1], maxlen=4)  # recent counts of updates between batches
 
@@ -85,25 +86,17 @@ class Schedule:
         return len(self._places)
 
     @property
-    def batches(self) -> int:
-        """Batches taken."""
-        return self._given
-
-    @property
     def _updates_per_batch(self) -> int:
         return max(1, *self._recent)
 
     @property
-    def _lead(self) -> int:
-        """How many batches ahead a group may start: S, or less if the weights change more than once a batch."""
-        return self.max_staleness // self._updates_per_batch
-
-    @property
     def may_begin(self) -> bool:
         """Whether a group that starts now will be young enough when it is used."""
-        # a group beyond the batches that may be ahead would wait, and age, for one update too many
-        room = math.ceil((self._lead + 1) * self.groups_per_batch * self._over_sample)
-        return self._given * self.groups_per_batch + self.in_line < self._trained * self.groups_per_batch + room
+        # S batches ahead, or fewer if the weights change more than once a batch; a group beyond them would wait, and
+        # age, for one update too many
+        lead = self.max_staleness // self._updates_per_batch
+        room = math.ceil((lead + 1) * self.groups_per_batch * self._over_sample)
+        return (self.batches - self._trained) * self.groups_per_batch + self.in_line < room
 
     def begin(self) -> int:
         """Put a group in line, and return its number."""
@@ -116,13 +109,8 @@ class Schedule:
     @property
     def slack(self) -> int:
         """By how many updates the weights may lag behind the newest ones, for the group that started last."""
-        batch = self._given + (self.in_line - 1) // self.groups_per_batch
+        batch = self.batches + (self.in_line - 1) // self.groups_per_batch
         return max(0, self.max_staleness - (batch - self._trained) * self._updates_per_batch)
-
-    def restart(self, begun: int) -> None:
-        """Continue the numbers of another schedule; no group may have started."""
-        assert not self._line
-        self.begun = begun
 
     def ready(self, group: int) -> None:
         """Note that a group is complete."""
@@ -145,7 +133,7 @@ class Schedule:
         self._line, self._end, self._head = dict(enumerate(left, begin)), begin + len(left), begin
         self._within_reach = sum(one.is_ready and not one.is_taken for one in left if self._reaches(one.at))
         self._move_head()
-        self._trim()
+        self._forget_taken()
 
     def take(self) -> list[int]:
         """Return the groups of the next batch, oldest first, and take them out; ``[]`` if they are not all complete."""
@@ -159,11 +147,11 @@ class Schedule:
             del self._places[place.group]
         self.ready_groups -= len(found)
         self._within_reach -= len(found)
-        self._trim()
+        self._forget_taken()
         # updates before the first batch are a restored trainer's, and say nothing about later ones
-        if self._given:
+        if self.batches:
             self._recent.append(self._updates)
-        self._given += 1
+        self.batches += 1
         self._updates = 0
         return sorted(place.group for place in found)
 
@@ -179,7 +167,7 @@ class Schedule:
                 last = self._line.get(self._head + self.window - 1)
                 self._within_reach += last is not None and last.is_ready and not last.is_taken
 
-    def _trim(self) -> None:
+    def _forget_taken(self) -> None:
         while (place := next(iter(self._line.values()), None)) is not None and place.is_taken:
             del self._line[place.at]
 
@@ -187,10 +175,10 @@ class Schedule:
         """Note that the weights have changed."""
         self._updates += times
         if by_update:  # nobody says when a batch was trained on: one update stands for one batch
-            self._trained = min(self._trained + times, self._given)
+            self._trained = min(self._trained + times, self.batches)
         elif times and self._updates >= self._updates_per_batch:
-            self._trained = self._given
+            self._trained = self.batches
 
     def trained(self) -> None:
         """Note that the trainer is done with all batches it took, whether the weights changed or not."""
-        self._trained = self._given
+        self._trained = self.batches

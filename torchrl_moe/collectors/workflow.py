@@ -25,7 +25,6 @@ from torchrl_moe.collectors.environments import (
     EnvironmentTimeoutError,
     Generate,
     Threads,
-    plainly,
     take_dataloader,
     too_many_turns,
     with_batch_size,
@@ -55,19 +54,13 @@ class Conversation:
         generate_kwargs: Mapping[str, Any],
         max_turns: int = MAX_TURNS,
     ) -> None:
-        self._policy = policy
-        self._generate = generate
-        self._data = data
+        self._policy, self._generate, self._data = policy, generate, data
         self._generate_kwargs = dict(generate_kwargs)
         self._asked, self._max_turns = 0, max_turns
         self._answers: dict[int, TensorDictBase] = {}  # in the order of the requests
-        self._under_way: set[asyncio.Future[Completion]] = set()
-        self._is_over = False
-
-    @property
-    def under_way(self) -> int:
+        self.under_way: set[asyncio.Future[Completion]] = set()
         """Answers that are being generated."""
-        return len(self._under_way)
+        self._is_over = False
 
     async def ask(
         self,
@@ -98,37 +91,42 @@ class Conversation:
         place = self._asked
         self._asked += 1
         completion = asyncio.ensure_future(self._generate(request, 0))
-        self._under_way.add(completion)
+        self.under_way.add(completion)
         try:
             answer = self._policy.answer(request, await completion)
         finally:
-            self._under_way.discard(completion)
+            self.under_way.discard(completion)
         self._answers[place] = answer
         return answer
 
     async def close(self) -> None:
         """Cancel the requests that nothing waits for any more."""
         self._is_over = True
-        if self._under_way:
-            for completion in self._under_way:
+        if self.under_way:
+            for completion in self.under_way:
                 completion.cancel()
-            await asyncio.wait(self._under_way)
+            await asyncio.wait(self.under_way)
 
     def rows(self, reward: object) -> list[TensorDictBase]:
         """Return a row ``[]`` for each answer, in the order of the requests; the last row is done."""
         answers = [self._answers[place] for place in sorted(self._answers)]
         if not answers:
             raise ValueError("the episode asked for no answer: there is nothing to train on")
-        rewards = _rewards(reward, len(answers))
-        return [
-            self._row(answer, following, value)
-            for answer, following, value in zip(answers, [*answers[1:], None], rewards, strict=True)
-        ]
+        policy = self._policy
+        mode = {"history": policy.history_key, "text": policy.text_key, "tokens": policy.tokens_key}[policy.input_mode]
+        rows = []
+        for answer, following, value in zip(answers, [*answers[1:], None], _rewards(reward, len(answers)), strict=True):
+            shown = answer.get(mode)
+            # what an environment would show next: the next question, or the whole conversation
+            then = type(shown)(prompt=shown.full if following is None else following.get(mode).prompt)
+            row = row_of(self._data, answer, value, is_last=following is None)
+            row["next"].set(mode, then)
+            rows.append(row)
+        return rows
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _read(self, prompt: PromptLike) -> object:
-        """Return a prompt as the policy reads it."""
         mode = self._policy.input_mode
         if mode == "text" and isinstance(prompt, str):
             return prompt
@@ -149,42 +147,36 @@ class Conversation:
         keys = self._policy.keys
         written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
+
+        def request_after(earlier: TensorDictBase | None) -> SampleRequest:
+            sample = self._data.copy()
+            if earlier is not None:
+                sample.update(earlier.select(*known, strict=False).copy())
+            for key, value in asked.items():
+                sample.set(key, value)
+            (request,) = self._policy.requests(sample, **generate_kwargs)
+            return request
+
         # ask as if the prompt continued each answer, the newest first, and see whether its ids come first
         for place in sorted(self._answers, reverse=True):
-            earlier = self._answers[place].select(*known, strict=False)
-            (request,) = self._policy.requests(self._sample(asked, earlier), **generate_kwargs)
+            request = request_after(self._answers[place])
             had = self._answers[place].get((keys.tokens, "full")).tolist()
             if request.prompts.ids[0][: len(had)] == had:
                 return request
-        (request,) = self._policy.requests(self._sample(asked, None), **generate_kwargs)
-        return request
+        return request_after(None)
 
-    def _sample(self, asked: Mapping[NestedKey, object], earlier: TensorDictBase | None) -> TensorDictBase:
-        sample = self._data.copy()
-        if earlier is not None:
-            sample.update(earlier.copy())
-        for key, value in asked.items():
-            sample.set(key, value)
-        return sample
 
-    def _row(self, answer: TensorDictBase, following: TensorDictBase | None, reward: float) -> TensorDictBase:
-        policy = self._policy
-        mode = {"history": policy.history_key, "text": policy.text_key, "tokens": policy.tokens_key}[policy.input_mode]
-        shown = answer.get(mode)
-        is_last = following is None
-        # what an environment would show next: the next question, or the whole conversation
-        then = TensorDict(
-            {
-                mode: type(shown)(prompt=shown.full if following is None else following.get(mode).prompt),
-                "reward": torch.tensor([[reward]]),
-                "done": torch.tensor([is_last]),
-                "terminated": torch.tensor([is_last]),
-                "truncated": torch.tensor([False]),
-            }
-        )
-        row = self._data.copy().update(answer)
-        row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
-        return row.set("next", then)
+def row_of(data: TensorDictBase, answer: TensorDictBase, reward: float, is_last: bool) -> TensorDictBase:
+    """Return a row ``[]`` as an environment writes it: the data, the answer, and the step that it led to."""
+    row = data.copy().update(answer)
+    row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
+    step = {
+        "reward": torch.tensor([[reward]]),
+        "done": torch.tensor([is_last]),
+        "terminated": torch.tensor([is_last]),
+        "truncated": torch.tensor([False]),
+    }
+    return row.set("next", TensorDict(step))
 
 
 def _rewards(reward: object, turns: int) -> list[float]:
@@ -292,14 +284,14 @@ class Workflow:
         conversation = Conversation(policy, timed, data, generate_kwargs, max_turns)
         try:
             reward = await clock.run(self._function(data, conversation.ask))
-            if conversation.under_way:
-                raise ValueError(f"the episode returned before {conversation.under_way} of its answers had come")
+            if left := len(conversation.under_way):
+                raise ValueError(f"the episode returned before {left} of its answers had come")
         finally:
             await conversation.close()
         return [] if reward is None else [lazy_stack([row]) for row in conversation.rows(reward)]
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, plainly, function, *arguments)
+        return await self._threads.call(function, *arguments)
 
     def close(self, keep: object = None) -> None:
         """End the threads; ``keep`` has no effect."""

@@ -13,7 +13,7 @@ import logging
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from openai.types.chat import completion_create_params as of_chat
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.anthropic import api_router as messages_api
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -50,9 +51,6 @@ from torchrl_moe.http.sessions import Limits, SessionStore
 
 LOG = logging.getLogger(__name__)
 Message: TypeAlias = "dict[str, Any]"
-Scope: TypeAlias = "dict[str, Any]"
-Receive: TypeAlias = "Callable[[], Awaitable[Any]]"
-Send: TypeAlias = "Callable[[Any], Awaitable[None]]"
 Create: TypeAlias = "Callable[..., Awaitable[Any]]"
 """A handler's method: from a request to an answer, or a stream of events."""
 
@@ -143,8 +141,10 @@ def _checked(create: Create, known: Mapping[str, Any]) -> Create:
         if not all(map(math.isfinite, bias.values())):  # vLLM would read NaN as -100
             raise VLLMValidationError("logit_bias must be finite numbers", parameter="logit_bias")
         call = CALL.get()
-        call.wants_routes = isinstance(request, GenerateRequest) or "routed_experts_prompt_start" in body
-        call.is_text = not isinstance(request, GenerateRequest) and not _is_ids(body.get("prompt"))
+        prompt, takes_tokens = body.get("prompt"), isinstance(request, GenerateRequest)
+        is_ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+        call.wants_routes = takes_tokens or "routed_experts_prompt_start" in body
+        call.is_text = not takes_tokens and not is_ids
         try:
             answer = await create(request, raw_request)
         except RecursionError:
@@ -152,10 +152,6 @@ def _checked(create: Create, known: Mapping[str, Any]) -> Create:
         return NamedTokens.model_construct(**dict(answer)) if isinstance(answer, GenerateTokensResponse) else answer
 
     return checked
-
-
-def _is_ids(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
 
 
 def _recorded(handler: Any, create: Create) -> Create:
@@ -236,15 +232,11 @@ class Door:
     def __init__(self, client: ServiceClient, api_key: str | None, limits: Limits, arguments: Namespace) -> None:
         self.client, self._arguments, self.limits = client, arguments, limits
         self.requests = 0
-        tokenizer = client.renderer.get_tokenizer()
-        self.sessions = SessionStore(
-            tokenizer,
-            client.engine.routing_layout,
-            max_tokens_per_session=limits.tokens_per_session,
-            max_sessions=limits.sessions,
-            ttl=limits.session_seconds,
-            end_of_turn_ids=set(_ends_of_turn(client, tokenizer)) or None,
-        )
+        tokenizer, layout = client.renderer.get_tokenizer(), client.engine.routing_layout
+        # the ids that end an answer: the tokenizer's, and those of the model's generation config
+        found = client.model_config.try_get_generation_config().get("eos_token_id") or []
+        ends = {tokenizer.eos_token_id, *([found] if isinstance(found, int) else found)} - {None}
+        self.sessions = SessionStore(tokenizer, layout, limits, end_of_turn_ids=ends or None)
         self._app: Any = None
         self._key = None if api_key is None else api_key.encode()
         self._of_session: Counter[str | None] = Counter()  # requests under way
@@ -255,7 +247,6 @@ class Door:
         self._app = await _application(self.client, self._arguments)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
 
@@ -268,10 +259,9 @@ class Door:
         try:
             try:
                 answer = await self._answer(path, headers, scope, receive, in_time)
-            except TorchRLMoEError as error:
-                answer = _refusal(http_error(error), path)
-            except (VLLMError, ValueError) as error:
-                answer = _refusal(error, path)
+            except (TorchRLMoEError, VLLMError, ValueError) as error:
+                known = http_error(error) if isinstance(error, TorchRLMoEError) else error
+                answer = _formed(create_error_response(known).model_dump(), path)
             if answer is not None:
                 await answer(scope, receive, in_time)
         except TimeoutError:
@@ -285,7 +275,8 @@ class Door:
         if rest == "/health":
             await self.client.check_health()
             return Response()
-        if not self._knows(headers):
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and not hmac.compare_digest(given.encode("latin-1"), self._key):
             raise GracefulHTTPError("the api_key is missing or wrong", HTTPStatus.UNAUTHORIZED)
         if rest == "/metrics":
             return self._metrics()
@@ -306,12 +297,6 @@ class Door:
             if not self._of_session[session_id]:
                 del self._of_session[session_id]
         return None
-
-    def _knows(self, headers: Mapping[str, str]) -> bool:
-        if self._key is None:
-            return True
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode("latin-1"), self._key)
 
     async def _pass(
         self,
@@ -412,14 +397,6 @@ class Door:
         return PlainTextResponse(own + "\n".join(lines) + "\n")
 
 
-def _ends_of_turn(client: ServiceClient, tokenizer: Any) -> Iterable[int]:
-    """Return the ids that end an answer: the tokenizer's, and those of the model's generation config."""
-    found = client.model_config.try_get_generation_config().get("eos_token_id") or []
-    yield from [found] if isinstance(found, int) else found
-    if tokenizer.eos_token_id is not None:
-        yield tokenizer.eos_token_id
-
-
 def _session_in(path: str, headers: Mapping[str, str]) -> tuple[str | None, str]:
     """Return the session that a request names, in its path or in a header, and the rest of its path.
 
@@ -444,10 +421,6 @@ def _version(text: str | None) -> str | int | None:
             "number, the oldest version that will do"
         )
     return int(text)
-
-
-def _refusal(error: Exception, path: str) -> Response:
-    return _formed(create_error_response(error).model_dump(), path)
 
 
 def _formed(body: Mapping[str, Any], path: str) -> Response:

@@ -49,7 +49,7 @@ from torchrl_moe.modules.backends.sampling_fields import check_fields
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-    from torchrl_moe.http.sessions import Session
+    from torchrl_moe.http.sessions import Limits, Session
     from torchrl_moe.modules.serving.service import GenerationService
 
 # -- one call, beside what vLLM's handlers pass on --------------------------------------------------------------------
@@ -160,35 +160,24 @@ class ServiceClient(EngineClient):
     Args:
         engine: the service.
         config: see :func:`frontend_config`.
-        max_answers: the largest ``n``.
-        max_tokens: prompt and answer tokens that calls may take together, at one time.
-        timeout_seconds: of a request; ``None``: none.
+        limits: of answers and tokens, and the seconds of a request.
     """
 
-    def __init__(
-        self,
-        engine: GenerationService,
-        config: VllmConfig,
-        max_answers: int,
-        max_tokens: int,
-        timeout_seconds: float | None = None,
-    ) -> None:
-        self.engine = engine
-        self._timeout = timeout_seconds
+    def __init__(self, engine: GenerationService, config: VllmConfig, limits: Limits) -> None:
+        self.engine, self._limits = engine, limits
         self.vllm_config, self.model_config = config, config.model_config
         self.renderer = renderer_from_config(config)
         self.input_processor = InputProcessor(config, self.renderer)
         self.tokens = 0  # of the calls under way
-        self._max_answers, self._max_tokens = max_answers, max_tokens
-        config.scheduler_config.max_num_seqs = max_answers  # what `/inference/v1/generate` compares n with
+        config.scheduler_config.max_num_seqs = limits.answers  # what `/inference/v1/generate` compares n with
 
     # -- what handlers use --------------------------------------------------------------------------------------------
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse more answers than a request may have; called before a stream begins."""
         del request_id
-        if n > self._max_answers:
-            raise VLLMValidationError(f"n must be at most {self._max_answers} here, got {n}", parameter="n")
+        if n > self._limits.answers:
+            raise VLLMValidationError(f"n must be at most {self._limits.answers} here, got {n}", parameter="n")
 
     def generate(
         self,
@@ -221,10 +210,10 @@ class ServiceClient(EngineClient):
         except TorchRLMoEError as error:
             raise http_error(error) from error
         wanted = len(ids) + (params.max_tokens or 0) * params.n
-        if self.tokens + wanted > self._max_tokens:
+        if self.tokens + wanted > self._limits.tokens:
             raise GracefulHTTPError(
-                f"requests under way may take {self.tokens} of {self._max_tokens} tokens, and this one {wanted}: try "
-                "again later, or with a smaller max_tokens",
+                f"requests under way may take {self.tokens} of {self._limits.tokens} tokens, and this one {wanted}: "
+                "try again later, or with a smaller max_tokens",
                 HTTPStatus.TOO_MANY_REQUESTS,
             )
         call.tokens += wanted
@@ -242,7 +231,6 @@ class ServiceClient(EngineClient):
             task.cancel()
 
     def _checked(self, given: SamplingParams, ids: Sequence[int], call: Call) -> SamplingParams:
-        """Return the parameters that the engine gets."""
         prompt_tokens, start = len(ids), given.routed_experts_prompt_start
         if prompt_tokens >= self.model_config.max_model_len:
             raise VLLMValidationError(
@@ -304,7 +292,7 @@ class ServiceClient(EngineClient):
             "sampling_params": params,
             "return_routed_experts": self.engine.routing_layout is not None
             and (call.wants_routes or session is not None),
-            "timeout_seconds": self._timeout,
+            "timeout_seconds": self._limits.request_seconds,
             **where,
         }
         rows = None
@@ -457,12 +445,16 @@ class _Deltas:
         rows = output.routed_experts if self._wants_routes else None
         if rows is not None:  # they are those of the last tokens
             rows = rows[max(self._first_row - (len(self._prompt) + len(output.token_ids) - 1 - len(rows)), 0) :]
+        logprobs = None
+        if self._logprobs and output.logprobs is not None:
+            values = output.logprobs[first:].tolist()
+            logprobs = [{token: Logprob(value)} for token, value in zip(token_ids, values, strict=True)]
         return VLLMOutput(
             index=output.index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=None,
-            logprobs=_logprobs(token_ids, output.logprobs, first) if self._logprobs else None,
+            logprobs=logprobs,
             routed_experts=rows,
             finish_reason=finish_reason,
             stop_reason=output.stop_reason if finish_reason is not None else None,
@@ -480,12 +472,6 @@ class _Deltas:
             finished=finished,
             num_cached_tokens=of.num_cached_tokens,
         )
-
-
-def _logprobs(token_ids: Sequence[int], values: Any, first: int) -> list[dict[int, Logprob]] | None:
-    if values is None:
-        return None
-    return [{token: Logprob(value)} for token, value in zip(token_ids, values[first:].tolist(), strict=True)]
 
 
 def _mask(kept: KeptIds | None, first: int, vocabulary: int) -> SamplingMask | None:

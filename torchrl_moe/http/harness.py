@@ -19,12 +19,11 @@ from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
-import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDictBase, lazy_stack
 
 from torchrl_moe._checks import LONGEST, check_number
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentTimeoutError, Generate, too_many_turns
-from torchrl_moe.collectors.workflow import Clock, Workflow, finite, number_of
+from torchrl_moe.collectors.workflow import Clock, Workflow, finite, number_of, row_of
 from torchrl_moe.http.server import HttpServer, serve_http
 from torchrl_moe.http.sessions import Session
 from torchrl_moe.modules.backends.replica import Completion
@@ -120,15 +119,37 @@ class HarnessEnv(Workflow):
         server = self._server or self._own
         if server is None:
             server = await asyncio.to_thread(self._started, policy)
-        session = server.sessions.get(f"harness-{uuid.uuid4().hex}")
-        session.sampling_params = self._sampling_params | sampling_params_of(generate_kwargs)
+        sampling_params = self._sampling_params | sampling_params_of(generate_kwargs)
+        row = {str(key): _plain(data.get(key)) for key in data.keys()}  # noqa: SIM118
         clock = Clock(timeout)
-        calls = _Calls(policy, generate, data, clock, max_turns, session.sampling_params)
-        session.generate = calls.from_server
+        calls, refused = 0, None
+
+        async def ask(arguments: dict[str, Any]) -> Completion:
+            nonlocal calls, refused
+            calls += 1
+            if calls > max_turns:
+                refused = too_many_turns(max_turns, "the harness asks for another answer")
+                raise refused
+            arguments["sampling_params"] = {**fields_of(arguments["sampling_params"]), **sampling_params}
+            prompts = Prompts([list(arguments["prompt_token_ids"])])
+            # the time that the engine takes is not the harness's
+            with clock.stopped():
+                return await generate(SampleRequest(data, prompts, 0, policy.keys, arguments), 0)
+
+        async def from_server(**arguments: Any) -> Completion:  # is called in the server's event loop
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(arguments), loop))
+
+        session = server.sessions.get(f"harness-{uuid.uuid4().hex}")
+        session.sampling_params, session.generate = sampling_params, from_server
         try:
-            reward = await self._ended(f"{server.url}/sessions/{session.id}/v1", data, clock)
-            if calls.error is not None:
-                raise calls.error
+            async with asyncio.timeout(self._deadline) as whole:
+                reward = await clock.run(self._function(f"{server.url}/sessions/{session.id}/v1", row))
+            if refused is not None:
+                raise refused
+        except TimeoutError as error:
+            if not whole.expired():  # of the harness's own, or between two calls
+                raise
+            raise EnvironmentTimeoutError(f"the harness did not return within {self._deadline:g} s") from error
         finally:
             server.sessions.close(session.id, for_good=True)  # a call that comes late begins no other
         if reward is None:
@@ -149,17 +170,6 @@ class HarnessEnv(Workflow):
                 self._own = serve_http(policy.engine, **like_policy | self._serve_options)
             return self._own
 
-    async def _ended(self, base_url: str, data: TensorDictBase, clock: Clock) -> object:
-        """Run the harness to its end, within its deadline."""
-        row = {str(key): _plain(data.get(key)) for key in data.keys()}  # noqa: SIM118
-        try:
-            async with asyncio.timeout(self._deadline) as whole:
-                return await clock.run(self._function(base_url, row))
-        except TimeoutError as error:
-            if not whole.expired():  # of the harness's own, or between two calls
-                raise
-            raise EnvironmentTimeoutError(f"the harness did not return within {self._deadline:g} s") from error
-
     def _rows(self, session: Session, data: TensorDictBase, reward: float, tokenizer: Any) -> list[TensorDictBase]:
         """Return a row ``[]`` for each trajectory; the last one is done, and has the reward."""
         trajectories = session.trajectories(self._shared)
@@ -169,16 +179,11 @@ class HarnessEnv(Workflow):
             LOG.warning("a sample has nothing to train on: %s (its reward: %g)", reason, reward)
         rows = []
         for i, trajectory in enumerate(trajectories, 1):
+            parts = (trajectory["tokens", part] for part in ("prompt", "response"))
+            texts = (tokenizer.decode(ids, skip_special_tokens=False) for ids in parts)
+            trajectory["text"] = text_entry(*texts)  # for people, and logs
             is_last = i == len(trajectories)
-            ended = {"done": torch.tensor([is_last]), "terminated": torch.tensor([is_last])}
-            row = data.copy().update(trajectory)
-            texts = (
-                tokenizer.decode(row["tokens", part], skip_special_tokens=False) for part in ("prompt", "response")
-            )
-            row["text"] = text_entry(*texts)  # for people, and logs
-            row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
-            given = torch.tensor([[reward if is_last else 0.0]])
-            rows.append(row.set("next", TensorDict({"reward": given, "truncated": torch.tensor([False]), **ended})))
+            rows.append(row_of(data, trajectory, reward if is_last else 0.0, is_last))
         return rows
 
     def close(self, keep: object = None) -> None:
@@ -190,40 +195,6 @@ class HarnessEnv(Workflow):
         if self._own is not None:
             self._own.close()
             self._own = None
-
-
-class _Calls:
-    """Brings the calls of one session from the server's event loop to the collector's, and to its engine."""
-
-    def __init__(
-        self,
-        policy: vLLMWrapper,
-        generate: Generate,
-        data: TensorDictBase,
-        clock: Clock,
-        max_turns: int,
-        sampling_params: Mapping[str, Any],
-    ) -> None:
-        self._policy, self._generate, self._data = policy, generate, data
-        self._clock, self._most, self._sampling_params = clock, max_turns, sampling_params
-        self._loop = asyncio.get_running_loop()
-        self._count = 0
-        self.error: Exception | None = None
-
-    async def from_server(self, **arguments: Any) -> Completion:
-        """Answer a request, as ``engine.agenerate`` does; called in the server's event loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(arguments), self._loop))
-
-    async def _ask(self, arguments: dict[str, Any]) -> Completion:
-        self._count += 1
-        if self._count > self._most:
-            self.error = too_many_turns(self._most, "the harness asks for another answer")
-            raise self.error
-        arguments["sampling_params"] = {**fields_of(arguments["sampling_params"]), **self._sampling_params}
-        prompts = Prompts([list(arguments["prompt_token_ids"])])
-        # the time that the engine takes is not the harness's
-        with self._clock.stopped():
-            return await self._generate(SampleRequest(self._data, prompts, 0, self._policy.keys, arguments), 0)
 
 
 def _plain(value: object) -> Any:

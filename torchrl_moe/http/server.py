@@ -19,10 +19,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torchrl_moe._checks import check_number, shown
@@ -83,7 +82,11 @@ def serve_http(
         OSError: the address is in use, or not this machine's.
     """
     check_address(host, port, api_key)
-    _check_options(options)
+    for name in options:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, 1)
+            hint = f": do you mean {near[0]}?" if near else f"; there are {', '.join(OPTIONS)}"
+            raise ValueError(f"serve_http has no option {name!r}{hint}")
     if not engine.is_running:
         raise RuntimeError("serve_http: the engine is not running: start it first")
     arguments: dict[str, Any] = dict(getattr(engine, "engine_args", {}))
@@ -100,11 +103,11 @@ def serve_http(
         with without_collections():
             from torchrl_moe.http.door import Door, server_arguments
             from torchrl_moe.http.engine_client import ServiceClient, frontend_config
-        most = limits or Limits()
+        limits = limits or Limits()
         info = engine.infos[0]
         config = frontend_config(path, info.max_model_len, info.dtype, arguments, names)
-        client = ServiceClient(engine, config, most.answers, most.tokens, most.request_seconds)
-        return HttpServer(Door(client, api_key, most, server_arguments(path, names, options)), listening)
+        client = ServiceClient(engine, config, limits)
+        return HttpServer(Door(client, api_key, limits, server_arguments(path, names, options)), listening)
     except BaseException:
         listening.close()
         raise
@@ -128,16 +131,6 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
         is_own = host == "localhost"
     if not is_own and api_key is None:
         raise ValueError(f"host={host!r} is reached from other machines: pass api_key=, or listen on 127.0.0.1")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, 1)
-            raise ValueError(
-                f"serve_http has no option {name!r}"
-                + (f": do you mean {near[0]}?" if near else f"; there are {', '.join(OPTIONS)}")
-            )
 
 
 def bounded(limits: Limits) -> type[asyncio.Protocol]:
@@ -229,9 +222,7 @@ class HttpServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

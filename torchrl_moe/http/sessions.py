@@ -74,8 +74,7 @@ def _said(message: Message) -> bytes:
 
 def _called(call: object) -> object:
     """Return a tool call with its arguments as JSON's values: a client may write the same ones otherwise."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     arguments = function.get("arguments")
     with suppress(ValueError, RecursionError):  # a model's own mistake is compared as it was made
@@ -121,9 +120,12 @@ class Session:
         # digest of a conversation that ends in an answer -> that answer, and the digest of its reasoning
         self._returned: dict[bytes, tuple[Node, bytes]] = {}
         self._under_way: dict[object, Callable[[], object]] = {}
-        self._is_closed = False
+        self.is_closed = False
+        """Whether it takes no more calls."""
         self.num_calls = 0
         """Calls that were recorded."""
+        self.used_at = 0.0
+        """When its store last returned it, on that store's clock."""
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
@@ -131,15 +133,15 @@ class Session:
         """Return the ids to send for a prompt that was rendered from text or a chat.
 
         Encoding an answer's text again may give other ids than were sampled. Where the prompt continues an answer of
-        this session, its own ids are sent, then those of the rest:
+        this session, the ids of that answer's path are sent, then those of the rest. It does so
 
-        - if its text begins with the text of the answer's path, token for token or not;
+        - if its text begins with the text of the path, token for token or not;
         - if its messages begin with those of an earlier call and the message that this call returned, and what was
-          rendered before and between answers is the same. So answers keep what a template drops or rewrites in them,
-          such as the reasoning of earlier turns. A client may leave out reasoning, but not change it.
+          rendered before and between answers is the same. So answers keep what a template drops or rewrites, such as
+          the reasoning of earlier turns. A client may leave out reasoning, but not change it.
 
-        Otherwise the rendered ids are sent as they are, and a branch begins. Of several such answers, the one with most
-        answers before it counts, then one that was returned as it is, then the longest, then the newest.
+        Otherwise the rendered ids are sent, and a branch begins. Of several such answers, the one with most answers
+        before it counts, then one that was returned as it is, then the longest, then the newest.
 
         Args:
             rendered_ids: ``[P]``, the whole prompt.
@@ -159,19 +161,18 @@ class Session:
                     node, rest = said
             ids = np.concatenate([node.path_ids(), rest]) if node.answers else rendered
             self._check_room(len(ids) - self._tree.place(ids).matched)
-        found: list[int] = ids.tolist()
-        return found
+        return ids.tolist()
 
     def routes_to_follow(self, prompt_ids: Sequence[int], version: int | None = None) -> Rows | None:
         """Return the experts that an engine should follow where it reads this session's tokens again.
 
-        Weights that have changed would route earlier tokens otherwise; what is sampled after them would then belong to
-        a context that no trainer computes. Pass the rows to ``engine.agenerate(routed_experts=...)``.
+        New weights would route earlier tokens otherwise, and what is sampled after them would belong to a context that
+        no trainer computes. Pass the rows to ``engine.agenerate(routed_experts=...)``.
 
         Args:
             prompt_ids: the prompt that is sent.
-            version: of the engine's weights. Rows after the last one of other weights are left to the engine, which
-                has them in its prefix cache; ``None``: all rows that are known.
+            version: of the engine's weights. Rows after the last one of other weights are in its prefix cache, and left
+                out; ``None``: all rows that are known.
 
         Returns:
             ``[rows, L, K]`` for the first tokens of the prompt, -1 where the engine routes; ``None`` if for none.
@@ -257,10 +258,10 @@ class Session:
     def trajectories(self, shared: Literal["first", "all"] = "first") -> list[TensorDict]:
         """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
 
-        It has the keys of a rollout (docs/loop.md). ``("masks", "all_assistant_mask")`` is True on the sampled
-        tokens of every turn of its path, and only there are log-probs known, so that any masking of the losses trains
-        on these tokens. ``"prompt"`` are the tokens before the first of them. A leaf whose answers were sampled at
-        several temperatures has one trajectory for each, since a sample is scored at one.
+        It has the keys of a rollout (docs/loop.md). ``("masks", "all_assistant_mask")`` is True on the sampled tokens
+        of every turn of its path, and only there are log-probs known. ``"prompt"`` are the tokens before the first of
+        them. A leaf whose answers were sampled at several temperatures has one trajectory for each, since a sample is
+        scored at one.
 
         Args:
             shared: how answers that several leaves have in common count. ``"first"``: they are masked in all leaves but
@@ -269,16 +270,11 @@ class Session:
         Raises:
             ValueError: ``shared`` is neither.
         """
-        return [td for td, _ in self._trajectories(shared)]
+        # not at the top: TorchRL's classes are in a module that imports vLLM, which a server does when it starts
+        from torchrl_moe.http.trajectories import trajectories_of
 
-    def _trajectories(self, shared: Literal["first", "all"]) -> list[tuple[TensorDict, int]]:
-        if shared not in ("first", "all"):
-            raise ValueError(f"shared must be 'first' or 'all', got {shown(shared)}")
         with self._lock:
-            # not at the top: TorchRL's classes are in a module that imports vLLM, which a server does when it starts
-            from torchrl_moe.http.trajectories import trajectories_of
-
-            return trajectories_of(self._tree.answers, shared)
+            return [td for td, _ in trajectories_of(self._tree.answers, shared)]
 
     def to_safetensors(self, shared: Literal["first", "all"] = "first", routes: bool = True) -> bytes:
         """Return the trajectories as a file, which :func:`load_trajectories` reads.
@@ -287,9 +283,11 @@ class Session:
             shared: see :meth:`trajectories`.
             routes: False leaves the routes here, to be asked for by :meth:`routes_to_safetensors`.
         """
-        from torchrl_moe.http.trajectories import to_safetensors
+        from torchrl_moe.http.trajectories import to_safetensors, trajectories_of
 
-        return to_safetensors(self._trajectories(shared), routes)
+        with self._lock:
+            found = trajectories_of(self._tree.answers, shared)
+        return to_safetensors(found, routes)
 
     def routes_to_safetensors(self, answer: int) -> bytes:
         """Return the routes ``[T, L, K]`` of the trajectory that ends in an answer, given by its number, as a file.
@@ -309,19 +307,14 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of all nodes."""
+        """Bytes of all that it keeps."""
         with self._lock:
-            return sum(node.nbytes for node in self._tree.nodes())
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it takes no more calls."""
-        return self._is_closed
+            return self._tree.nbytes
 
     def close(self) -> None:
         """Take no more calls, and cancel those under way. What was recorded stays readable. Idempotent."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             cancels = list(self._under_way.values())
         for cancel in cancels:
             cancel()
@@ -370,8 +363,7 @@ class Session:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def _decode(self, ids: Ids) -> str:
-        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def _conversation(self, messages: Sequence[Message]) -> list[tuple[bytes, Node | None]]:
         """Return the digest of a conversation before the first and after each message, and the answer it ends in."""
@@ -408,7 +400,8 @@ class Session:
             if one.answer is None:  # split or not
                 given = np.concatenate([given, one.ids])
                 continue
-            closed = given[: len(given) - _length_after_last(given, self._tree.end_ids)]
+            given_ends = np.flatnonzero(np.isin(given, self._tree.end_ids))
+            closed = given[: given_ends[-1] + 1] if len(given_ends) else given[:0]
             assert one.parent is not None
             turns = one.parent.ends
             if turns >= len(ends) or not np.array_equal(closed, rendered[at : at + len(closed)]):
@@ -420,21 +413,15 @@ class Session:
     # -- limits -----------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise SessionClosedError(f"session {self.id!r} has ended: it takes no more calls")
 
     def _check_room(self, new: int) -> None:
         if self.num_tokens + new > self._max_tokens:
             raise SessionLimitError(
                 f"session {self.id!r} has {self.num_tokens} tokens, and this call adds {new}: the limit is "
-                f"{self._max_tokens} (max_tokens_per_session)"
+                f"{self._max_tokens} (Limits.tokens_per_session)"
             )
-
-
-def _length_after_last(ids: Ids, wanted: Ids) -> int:
-    """The number of tokens after the last one that is among the wanted; all if none is."""
-    found = np.flatnonzero(np.isin(ids, wanted))
-    return len(ids) - 1 - int(found[-1]) if len(found) else len(ids)
 
 
 # -- all sessions -----------------------------------------------------------------------------------------------------
@@ -473,12 +460,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            is_time = one.name.endswith("_seconds")
-            value = getattr(self, one.name)
-            if is_time:
-                check_number(one.name, value, above=0, none=one.name == "request_seconds")
+            if one.name.endswith("_seconds"):
+                check_number(one.name, getattr(self, one.name), above=0, none=one.name == "request_seconds")
             else:
-                check_number(one.name, value, 1, whole=True)
+                check_number(one.name, getattr(self, one.name), 1, whole=True)
 
 
 class SessionStore:
@@ -487,38 +472,27 @@ class SessionStore:
     Args:
         tokenizer: the model's, which prompts are rendered with.
         layout: the routers of the model, ``engine.routing_layout``; ``None``: no routes are kept.
-        max_tokens_per_session: tokens that a session keeps, each counted once however often it is sent.
-        max_sessions: sessions at a time.
-        ttl: seconds after which a session that nobody uses is forgotten, with its routes; one with requests under way
-            stays.
+        limits: those of sessions count here. A session with requests under way is not forgotten.
         end_of_turn_ids: the ids that end a message, by which messages are told apart in a rendered chat. Default: the
             tokenizer's end of text.
         clock: the time in seconds, for tests.
-
-    Raises:
-        ValueError: a limit is out of range.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         layout: RoutingLayout | None = None,
+        limits: Limits | None = None,
         *,
-        max_tokens_per_session: int = 1 << 22,
-        max_sessions: int = 4096,
-        ttl: float = 3600.0,
         end_of_turn_ids: Collection[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_number("max_tokens_per_session", max_tokens_per_session, 1, whole=True)
-        check_number("max_sessions", max_sessions, 1, whole=True)
-        check_number("ttl", ttl, above=0, hint="It is in seconds.")
         own = getattr(tokenizer, "eos_token_id", None)
         self._ends = ({own} if own is not None else set()) if end_of_turn_ids is None else set(end_of_turn_ids)
         # its own: the server encodes with the given one, in other threads
         self._tokenizer, self._layout = copy.deepcopy(tokenizer), layout
-        self._max_tokens, self._max_sessions, self._ttl, self._clock = max_tokens_per_session, max_sessions, ttl, clock
-        self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()  # the longest unused first
+        self._limits, self._clock = limits or Limits(), clock
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # the longest unused first
         self._ended: OrderedDict[str, None] = OrderedDict()  # ids that are over for good, the last few
         self._lock = threading.Lock()
 
@@ -527,7 +501,7 @@ class SessionStore:
 
         Raises:
             ValueError: the id is not text of 1 to 256 characters.
-            SessionLimitError: there are ``max_sessions`` others.
+            SessionLimitError: there are as many others as the limits allow.
             SessionClosedError: it was closed for good.
         """
         if not isinstance(session_id, str) or not 0 < len(session_id) <= LONGEST_ID:
@@ -536,14 +510,16 @@ class SessionStore:
             self._forget_unused()
             if session_id in self._ended:
                 raise SessionClosedError(f"session {session_id!r} is over")
-            session = self._sessions.get(session_id, (None, 0.0))[0]
+            session = self._sessions.get(session_id)
             if session is None:
-                if len(self._sessions) >= self._max_sessions:
+                if len(self._sessions) >= self._limits.sessions:
                     raise SessionLimitError(
-                        f"there are {len(self._sessions)} sessions, as many as max_sessions allows: close one"
+                        f"there are {len(self._sessions)} sessions, as many as Limits.sessions allows: close one"
                     )
-                session = Session(session_id, self._tokenizer, self._layout, self._max_tokens, self._ends)
-            self._sessions[session_id] = session, self._clock()
+                most = self._limits.tokens_per_session
+                session = Session(session_id, self._tokenizer, self._layout, most, self._ends)
+                self._sessions[session_id] = session
+            session.used_at = self._clock()
             self._sessions.move_to_end(session_id)
             return session
 
@@ -552,9 +528,9 @@ class SessionStore:
         with self._lock:
             if for_good:
                 self._ended[session_id] = None
-                while len(self._ended) > self._max_sessions:
+                while len(self._ended) > self._limits.sessions:
                     self._ended.popitem(last=False)
-            session = self._sessions.pop(session_id, (None, 0.0))[0]
+            session = self._sessions.pop(session_id, None)
         if session is not None:
             session.close()
 
@@ -562,7 +538,7 @@ class SessionStore:
         """Return the sessions, which are not used by this."""
         with self._lock:
             self._forget_unused()
-            return [session for session, _ in self._sessions.values()]
+            return list(self._sessions.values())
 
     def ids(self) -> list[str]:
         """Return the ids of the sessions, the longest unused first."""
@@ -572,12 +548,12 @@ class SessionStore:
 
     def _forget_unused(self) -> None:
         now = self._clock()
-        for session_id, (session, used) in list(self._sessions.items()):
-            if now - used < self._ttl:
+        for session in list(self._sessions.values()):
+            if now - session.used_at < self._limits.session_seconds:
                 return
             if session._under_way:
-                self._sessions[session_id] = session, now
-                self._sessions.move_to_end(session_id)
+                session.used_at = now
+                self._sessions.move_to_end(session.id)
             else:
-                del self._sessions[session_id]
+                del self._sessions[session.id]
                 session.close()

@@ -16,9 +16,10 @@ from tensordict import NonTensorData, TensorClass, TensorDict, is_leaf_nontensor
 from torch import Tensor
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
+from torchrl_moe._checks import shown
 from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.data.segments import num_segments, worst_resume
-from torchrl_moe.http.tree import NO_VERSION, Answer, Node
+from torchrl_moe.http.tree import NO_VERSION, Node
 from torchrl_moe.modules.backends.replica import leaves_ids_out
 from torchrl_moe.modules.policies.rollout import CHANGES_NOTHING, SAMPLING, sampling_entry
 
@@ -35,7 +36,14 @@ ROUTES_OF = "routes_of"
 
 def trajectories_of(answers: Sequence[Node], shared: Literal["first", "all"]) -> list[tuple[TensorDict, int]]:
     """Return each trajectory with the number of the answer that it ends in; see ``Session.trajectories``."""
-    inner = {id(_answer_before(node)) for node in answers}
+    if shared not in ("first", "all"):
+        raise ValueError(f"shared must be 'first' or 'all', got {shown(shared)}")
+    inner: set[int] = set()  # answers that others continue: no trajectory ends in them
+    for node in answers:
+        before = node.parent
+        while before is not None and before.answer is None:
+            before = before.parent
+        inner.add(id(before))
     taken: set[int] = set()
     found = []
     for number, leaf in enumerate(answers):
@@ -44,29 +52,17 @@ def trajectories_of(answers: Sequence[Node], shared: Literal["first", "all"]) ->
         # the answers that are trained on here, by temperature
         counted: dict[float, list[Node]] = {}
         for node in leaf.path():
-            if node.answer is not None and _is_replayed(node.answer) and id(node) not in taken:
-                counted.setdefault(_temperature(node.answer), []).append(node)
+            if node.answer is None or id(node) in taken:
+                continue
+            params = node.answer.sampling_params
+            # only if a trainer can compute the log-probs of what was sampled with them
+            if all(params.get(name) in values for name, values in CHANGES_NOTHING.items()):
+                temperature = float(sampling_entry(params, None, 0, 0, None, None)["temperature"])
+                counted.setdefault(temperature, []).append(node)
                 if shared == "first":
                     taken.add(id(node))
         found += [(_trajectory(leaf, nodes, value), number) for value, nodes in counted.items()]
     return found
-
-
-def _answer_before(node: Node) -> Node | None:
-    """The last answer on the path to a node."""
-    before = node.parent
-    while before is not None and before.answer is None:
-        before = before.parent
-    return before
-
-
-def _is_replayed(answer: Answer) -> bool:
-    """Whether a trainer can compute the log-probs of what was sampled with these parameters."""
-    return all(answer.sampling_params.get(name) in values for name, values in CHANGES_NOTHING.items())
-
-
-def _temperature(answer: Answer) -> float:
-    return float(sampling_entry(answer.sampling_params, None, 0, 0, None, None)["temperature"])
 
 
 def _trajectory(leaf: Node, counted: Sequence[Node], temperature: float) -> TensorDict:

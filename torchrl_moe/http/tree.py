@@ -9,7 +9,7 @@ Letters: T tokens, P prompt tokens, L decoder layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -82,15 +82,6 @@ class Node:
         """Return the routes of its path."""
         return np.concatenate([node.routes for node in self.path() if node.routes is not None])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        arrays: list[NDArray[Any] | None] = [self.ids, self.routes]
-        if (answer := self.answer) is not None:
-            kept = [] if answer.kept is None else [answer.kept.ids, answer.kept.sizes]
-            arrays += [answer.log_probs, answer.versions, *kept]
-        return sum(array.nbytes for array in arrays if array is not None)
-
 
 class Place(NamedTuple):
     """Where a prompt is in the tree."""
@@ -99,8 +90,8 @@ class Place(NamedTuple):
     """Its first tokens that are there already."""
     node: Node
     """The last whole node of these."""
-    begun: Node | None
-    """The node after it, of which only a part is the prompt's."""
+    last: Node
+    """The node of the last of these: the same one, or one after it, of which only a part is the prompt's."""
 
 
 class TokenTree:
@@ -121,11 +112,11 @@ class TokenTree:
 
     def place(self, prompt: Ids) -> Place:
         """Find a prompt: the place with most answers before it counts, then that of most tokens, then the newest."""
-        best = Place(0, self.root, None)
+        best = Place(0, self.root, self.root)
         reached = [self.root]
         while reached:
             node = reached.pop()
-            found = Place(node.stop, node, None)
+            found = Place(node.stop, node, node)
             for child in node.children:  # the newest is popped first
                 count = _shared(child.ids, prompt[node.stop :])
                 if count == len(child.ids):
@@ -138,8 +129,7 @@ class TokenTree:
 
     def routes_to_follow(self, prompt: Ids, version: int | None) -> Rows | None:
         """Return the rows of a prompt up to the last one that weights of another version routed; see ``Session``."""
-        matched, node, begun = self.place(prompt)
-        last = node if begun is None else begun
+        matched, _, last = self.place(prompt)
         if self.layout is None or not matched:
             return None
         rows = last.path_routes()[:matched]
@@ -151,21 +141,29 @@ class TokenTree:
 
     def known_rows(self, prompt: Ids) -> int:
         """Return how many tokens at the start of a prompt have routes."""
-        matched, node, begun = self.place(prompt)
-        for one in (node if begun is None else begun).path() if self.layout else ():
-            assert one.routes is not None
-            unset = np.flatnonzero(self._is_unset(one.routes))
+        if self.layout is None:
+            return 0
+        matched, _, last = self.place(prompt)
+        for node in last.path():
+            assert node.routes is not None
+            unset = np.flatnonzero(self._is_unset(node.routes))
             if len(unset):
-                return min(one.start + int(unset[0]), matched)
-        return matched if self.layout else 0
+                return min(node.start + int(unset[0]), matched)
+        return matched
 
-    def nodes(self) -> Iterator[Node]:
-        """Yield every node."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of all nodes."""
+        arrays: list[NDArray[Any] | None] = []
         reached = [self.root]
         while reached:
             node = reached.pop()
-            yield node
             reached += node.children
+            arrays += [node.ids, node.routes]
+            if (answer := node.answer) is not None:
+                kept = [] if answer.kept is None else [answer.kept.ids, answer.kept.sizes]
+                arrays += [answer.log_probs, answer.versions, *kept]
+        return sum(array.nbytes for array in arrays if array is not None)
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
@@ -180,9 +178,9 @@ class TokenTree:
 
     def add_prompt(self, prompt: Ids) -> Node:
         """Return the node that ends with a prompt's last token; what is not in the tree yet becomes a node."""
-        matched, node, begun = self.place(prompt)
-        if begun is not None:
-            node = self._split(begun, matched - node.stop)
+        matched, node, last = self.place(prompt)
+        if last is not node:
+            node = self._split(last, matched - node.stop)
         return node if matched == len(prompt) else self._child(node, prompt[matched:])
 
     def add_answer(
