@@ -28,8 +28,8 @@ from pathlib import Path
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import link
-from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.process.link import MOST_BYTES, SocketStream
+from torchrl_moe.modules.backends.process.process_replica import Child, configuration
 
 # A connection that authenticates every message: its sender, its content and its place in the order.
 #
