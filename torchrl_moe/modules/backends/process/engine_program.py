@@ -351,7 +351,6 @@ class EngineProgram(Engine):
             self._report_death()
 
     async def stats(self) -> ReplicaStats:
-        """Return the current stats."""
         return self._feed.stats()
 
     # -- requests: the engine knows each by an id that no other driver uses -------------------------------------------
@@ -400,7 +399,6 @@ class EngineProgram(Engine):
         self.owner.give_up(driver)
 
     async def snapshot(self) -> list[Completion]:
-        """Return what each request of the caller in flight has so far."""
         whose = CALLER.get() + SEPARATOR
         found = [one for one in await self._snapshot() if one.request_id.startswith(whose)]
         return [dataclasses.replace(one, request_id=one.request_id.removeprefix(whose)) for one in found]
@@ -496,21 +494,18 @@ def _frame(messages: Sequence[link.Message]) -> list[link.Frames]:
     """Put a driver's completions that are ready together into one message, or a few that are not too large."""
     batches: list[tuple[str, list[Completion]]] = []
     of_driver: dict[str, tuple[list[Completion], int]] = {}  # its last batch, and the bytes in it
+    others: list[link.Frames] = []
     for message in messages:
         kind, driver, body = message
-        if kind != "completions":
-            continue
-        batch, size = of_driver.get(driver, ([], MESSAGE_BYTES))
-        if size >= MESSAGE_BYTES:
-            batch, size = [], 0
-            batches.append((driver, batch))
-        batch.append(body)
-        of_driver[driver] = batch, size + _size(message)
-    others = [
-        body if kind == "encoded" else link.message(kind, body, driver)
-        for kind, driver, body in messages
-        if kind != "completions"
-    ]
+        if kind == "completions":
+            batch, size = of_driver.get(driver, ([], MESSAGE_BYTES))
+            if size >= MESSAGE_BYTES:
+                batch, size = [], 0
+                batches.append((driver, batch))
+            batch.append(body)
+            of_driver[driver] = batch, size + _size(message)
+        else:
+            others.append(body if kind == "encoded" else link.message(kind, body, driver))
     return [*(frames for driver, batch in batches for frames in _encoded(driver, batch)), *others]
 
 

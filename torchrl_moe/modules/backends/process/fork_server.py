@@ -202,11 +202,9 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The id of its process."""
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:

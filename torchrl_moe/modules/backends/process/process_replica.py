@@ -27,7 +27,7 @@ import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -134,7 +134,6 @@ class EngineReplica(Replica, Generic[LinkT]):
         return self._stats
 
     def log_tail(self) -> str:
-        """Return the last errors of that log, or its last lines; ``""`` where no such file is kept."""
         return "" if self.log_path is None else self._tail()
 
     @property
@@ -396,6 +395,7 @@ class Child:
         self, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], fork: bool
     ) -> Launch | None:
         """Start the process, or have it forked, for which a thread waits. Closes both files."""
+        _engines_ends.add(engine)
         places = _with_places(environment, self.folder)
         # forked, unless the caller or the kind is against it
         launch, reason = None, self._kind.reason_not_to_fork(environment) if fork else ""
@@ -417,7 +417,7 @@ class Child:
     def _wait_for_fork(
         self, launch: Launch, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes]
     ) -> None:
-        with _not_in_forked_processes(engine), log:
+        with engine, log:
             try:
                 try:
                     process: Process = launch.wait()
@@ -510,28 +510,16 @@ class Child:
         return "\n".join(shown[-lines:]) or "(its log holds no error)"
 
 
-_held: set[socket.socket] = set()  # the engines' ends of sockets, while the engines are being started
+_engines_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of sockets; open while the engine is being started
 
 
-def _close_held() -> None:
+def _close_engines_ends() -> None:
     """Close them in a process that the driver forks: while it held one, the death of that engine would not show."""
-    for engine in _held:
+    for engine in list(_engines_ends):
         engine.close()
-    _held.clear()
 
 
-os.register_at_fork(after_in_child=_close_held)
-
-
-@contextlib.contextmanager
-def _not_in_forked_processes(engine: socket.socket) -> Iterator[None]:
-    """Hold a socket in this process only, and close it at the end."""
-    _held.add(engine)
-    try:
-        with engine:
-            yield
-    finally:
-        _held.discard(engine)
+os.register_at_fork(after_in_child=_close_engines_ends)
 
 
 def _with_places(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
