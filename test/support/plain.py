@@ -85,8 +85,7 @@ class Bench:
         self.sent: dict[str, Completion] = {}
         self.refused: dict[str, BaseException] = {}
         self.order: list[str] = []
-        nobody: Any = None  # there is no driver
-        self.requests = EngineProcess(engine, nobody, nobody)
+        self.requests = EngineProcess(engine, None, None)  # type: ignore[arg-type]
         self.requests.deliver = self._take  # type: ignore[method-assign]
 
     def _take(self, completion: Completion) -> None:

@@ -94,7 +94,7 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in engine_args.items():
         accepted, why = OF_VLLM.get(name, ((), ""))
-        if value in accepted:
+        if value in accepted:  # it asks for what this engine does anyway
             continue
         if name not in KNOWN:
             why = why or f"it knows {', '.join(KNOWN)}"
