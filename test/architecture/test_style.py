@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from support.sources import Source, functions, package_sources, parameters, snippet
 
-ENGINE_PROCESS = {"torchrl_moe/_compat.py", "torchrl_moe/modules/backends/process/fork_server_process.py"}
+ENGINE_PROCESS = {"torchrl_moe/_compat.py", "torchrl_moe/modules/backends/process/fork_server.py"}
 """Files that write the environment, in an engine process only: what vLLM reads from there has no other switch.
 
 A driver only puts back what vLLM has changed in it.

@@ -19,10 +19,9 @@ from support.processes import TESTS, process_of, toy_environment
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray import ray_replica as actor_link
-from torchrl_moe.modules.backends.ray.actor import Description, ReplicaActor
+from torchrl_moe.modules.backends.ray.actor import Address, Description, ReplicaActor, ReplicaHost
 from torchrl_moe.modules.backends.ray.cluster import RayService
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.ray.replica_host import Address, ReplicaHost
 from torchrl_moe.modules.backends.vllm import engine_args
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 from support.processes import ids_request
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.backends.transformers.answer import Answer
-from torchrl_moe.modules.backends.transformers.loading import Loaded, load
+from torchrl_moe.modules.backends.transformers.decoder import Loaded, load
 from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
-from torchrl_moe.modules.backends.transformers.transformers_process import EngineRequests
+from torchrl_moe.modules.backends.transformers.transformers_process import EngineProcess
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
@@ -39,7 +39,7 @@ def loaded(folder: Path, **arguments: Any) -> Loaded:
 def answers(engine: Loaded, ids: Sequence[int], params: Any = None, **fields: Any) -> list[Answer]:
     """The answers to a prompt, which have no token yet."""
     params = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0, **(params or {})}
-    return engine.reader(ids_request("r", ids, sampling_params=params, **fields)).answers
+    return engine.read(ids_request("r", ids, sampling_params=params, **fields)).answers
 
 
 def step(engine: Loaded, *joining: Answer, times: int = 1, version: int = 0) -> None:
@@ -85,7 +85,8 @@ class Bench:
         self.sent: dict[str, Completion] = {}
         self.refused: dict[str, BaseException] = {}
         self.order: list[str] = []
-        self.requests = EngineRequests(engine.decoder, engine.reader, self._take, self.refused.__setitem__)
+        self.requests = EngineProcess(engine, None, None)  # type: ignore[arg-type]
+        self.requests.deliver = self._take  # type: ignore[method-assign]
 
     def _take(self, completion: Completion) -> None:
         self.order.append(completion.request_id)
@@ -93,7 +94,10 @@ class Bench:
 
     def start(self, name: str, ids: Sequence[int] = (65, 66), **fields: Any) -> None:
         params = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0, **fields.pop("params", {})}
-        self.requests.start(ids_request(name, ids, sampling_params=params, **fields))
+        try:
+            self.requests.start(ids_request(name, ids, sampling_params=params, **fields))
+        except ValueError as error:
+            self.refused[name] = error
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(60.0):
@@ -104,7 +108,7 @@ class Bench:
         """Wait until a request has so many tokens."""
 
         async def enough() -> bool:
-            found = [one for one in await self.requests.snapshot() if one.request_id == name]
+            found = [one for one in await self.requests._snapshot() if one.request_id == name]
             return not found or len(found[0].outputs[0].token_ids) >= count
 
         async with asyncio.timeout(60.0):
@@ -117,7 +121,7 @@ def serve(engine: Loaded, script: Callable[[Bench], Awaitable[None]]) -> Bench:
 
     async def main() -> Bench:
         bench = Bench(engine)
-        working = asyncio.create_task(bench.requests.run())
+        working = asyncio.create_task(bench.requests._run())
         try:
             await script(bench)
         finally:

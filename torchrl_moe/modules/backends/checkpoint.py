@@ -147,8 +147,7 @@ def _files(folder: Path) -> list[Path]:
     """Return the files that make up the model: those of its index if it has one, as vLLM does, since a folder may hold
     the same weights in another format too."""
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+        return [folder / name for name in _indexed(folder / INDEX)]
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:

@@ -86,7 +86,9 @@ def with_own_seed(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 def process_environment(devices: str | None, num_replicas: int) -> dict[str, str]:
     """Return the environment of an engine process, whatever its engine: the driver's, adapted."""
-    environment = {name: value for name, value in os.environ.items() if not _is_of_launcher(name)}
+    # an engine is no rank of a training run, and vLLM would read what describes this one
+    is_rank = {name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")}
+    environment = {name: value for name, value in os.environ.items() if name not in is_rank}
     root = str(Path(torchrl_moe.__file__).parents[1])
     if root not in site.getsitepackages():  # an engine finds it there anyway, and the user's own paths come first
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
@@ -102,11 +104,6 @@ def threads_on_a_cpu(num_replicas: int) -> int:
     """Return how many threads a local replica has where ``OMP_NUM_THREADS`` is not set."""
     # measured: one thread more than there are free cores makes a step ten times slower
     return max(((os.cpu_count() or 2) - 1) // num_replicas, 1)
-
-
-def _is_of_launcher(name: str) -> bool:
-    """Whether a variable describes a rank of a training run. An engine is not one, and vLLM would read the variable."""
-    return name in LAUNCHER or name.startswith("TORCHELASTIC_")
 
 
 def find_kind(module: str) -> EngineKind:

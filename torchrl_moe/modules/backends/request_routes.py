@@ -37,7 +37,11 @@ class RequestRoutes:
         # what needs no rows comes first: scores, and how a resumed answer is read again
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
-        self._check_kept_ids(request)
+        kept = None if request.scoring is None else request.scoring.kept
+        if kept is not None and self._vocabulary is not None:
+            wrong = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)]
+            if len(wrong):
+                raise ValueError(f"kept names token id {wrong[0]}; this engine has 0..{self._vocabulary - 1}")
         if request.on_resume == "forced" and self.forced_routing_unavailable_reason:
             raise ValueError(
                 "on_resume='forced', but this engine cannot follow recorded experts: "
@@ -56,14 +60,6 @@ class RequestRoutes:
         if ids is None:
             raise ValueError("routed_experts has a row per token: pass token ids in place of text")
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
-
-    def _check_kept_ids(self, request: Request) -> None:
-        kept = None if request.scoring is None else request.scoring.kept
-        if kept is None or self._vocabulary is None or not len(kept.ids):
-            return
-        if kept.ids.min() < 0 or kept.ids.max() >= self._vocabulary:
-            bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
-            raise ValueError(f"kept names token id {bad}; this engine has 0..{self._vocabulary - 1}")
 
     def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""

@@ -55,10 +55,10 @@ def check_text(name: str, value: str) -> None:
 
 
 def _stop(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, str):
-        _items(name, value, _text)
-    elif value is not None:
+    if isinstance(value, str):
         _text(name, value)
+    else:
+        _items(name, value, _text)
 
 
 def _bias(name: str, value: object) -> None:

@@ -30,9 +30,9 @@ from support.forkable import GONE, Forked, Forks
 from support.processes import group, is_gone, toy_environment, toy_replica
 from support.waiting import in_thread, until
 from torchrl_moe.errors import ReplicaDiedError
-from torchrl_moe.modules.backends.process import child, fork_server, link
-from torchrl_moe.modules.backends.process.child import Child
+from torchrl_moe.modules.backends.process import fork_server, link, process_replica
 from torchrl_moe.modules.backends.process.fork_server import CannotFork
+from torchrl_moe.modules.backends.process.process_replica import Child
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +344,7 @@ LOST_BYTES = "bytes \ud800".encode("utf-8", "surrogatepass").decode("latin-1")
         (  # short, whatever the log is
             f"Error at the start\n{'x' * (3 << 20)}\nError at the end {'y' * 1000}\n{LOST_BYTES}",
             3,
-            f"Error at the end {'y' * 1000}"[: child.SHOWN_LOG_COLUMNS],
+            f"Error at the end {'y' * 1000}"[: process_replica.SHOWN_LOG_COLUMNS],
         ),
     ],
 )
@@ -360,7 +360,7 @@ def toy_child(index: int, *words: str, log_folder: Path | None = None) -> Iterat
     """A child that serves, and has printed these words; at the end it and its folder are gone."""
     one = Child(index, toy_kind, toy_environment(), log_folder)
     try:
-        one.outbox.put(child.configuration({"model": "toy", "start": {"print": " ".join(words)}}))
+        one.outbox.put(process_replica.configuration({"model": "toy", "start": {"print": " ".join(words)}}))
         assert link.read(one.stream)[0] == "ready"
         yield one
     finally:
@@ -408,14 +408,14 @@ def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
 
 def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names() -> None:
     fits = "/" + "x" * (107 - 36 - 2)  # vLLM calls them by a UUID, of 36 bytes
-    driver = {child.DRIVER_VARIABLE: str(os.getpid())}
-    ours = {"TMPDIR": fits, "VLLM_RPC_BASE_PATH": fits, child.FOLDER_VARIABLE: fits, **driver}
+    driver = {process_replica.DRIVER_VARIABLE: str(os.getpid())}
+    ours = {"TMPDIR": fits, "VLLM_RPC_BASE_PATH": fits, process_replica.FOLDER_VARIABLE: fits, **driver}
     for given, folder, expected in (
         ({"TMPDIR": "theirs", "A": "1"}, fits, {"A": "1", **ours}),
-        ({"TMPDIR": "theirs"}, f"{fits}x", {"TMPDIR": "theirs", child.FOLDER_VARIABLE: f"{fits}x", **driver}),
+        ({"TMPDIR": "theirs"}, f"{fits}x", {"TMPDIR": "theirs", process_replica.FOLDER_VARIABLE: f"{fits}x", **driver}),
         ({"VLLM_RPC_BASE_PATH": "theirs"}, fits, {**ours, "VLLM_RPC_BASE_PATH": "theirs"}),  # the user may choose
     ):
-        assert child._with_places(given, Path(folder)) == expected
+        assert process_replica._with_places(given, Path(folder)) == expected
 
 
 def talk(one: Child) -> Connection:
@@ -439,7 +439,7 @@ def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary
         talk(one).send(("report",))
         report = talk(one).recv()
         assert (report["ppid"], report["pgid"]) == (os.getpid(), one.process.pid)
-        assert report["environment"][child.FOLDER_VARIABLE] == str(one.folder)
+        assert report["environment"][process_replica.FOLDER_VARIABLE] == str(one.folder)
         assert one.log.read_text() == (
             "torchrl_moe: this replica imports its engine itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nrunning\n"
         )
@@ -514,7 +514,7 @@ def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = SimpleNamespace(wait=raising(CannotFork("of the tests")))
-    monkeypatch.setattr(child, "fork_server", lambda *_: SimpleNamespace(fork=lambda *_: launch))
+    monkeypatch.setattr(process_replica, "fork_server", lambda *_: SimpleNamespace(fork=lambda *_: launch))
     monkeypatch.setattr(Child, "_spawn", raising(error_of(errno.ENOMEM)))
     replica = toy_replica()
     replica.start()

@@ -27,7 +27,7 @@ from support.processes import group, ids_request, process_of, toy_environment, t
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.process import child
+from torchrl_moe.modules.backends.process import process_replica
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.backends.vllm import engine_args as kind
@@ -149,7 +149,7 @@ def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing(error: str, l
 
 
 def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    monkeypatch.setattr(process_replica, "GRACE_SECONDS", HOUR)
     replica = toy_replica(seconds=3600, sleeper=True, print="still loading")
     replica.start()
     pid = process_of(replica).pid
@@ -181,7 +181,7 @@ def test_a_replica_that_is_forgotten_is_ended() -> None:
 def test_an_end_fails_what_waits_and_leaves_no_process_log_or_shared_memory(
     monkeypatch: pytest.MonkeyPatch, how: str, words: str
 ) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    monkeypatch.setattr(process_replica, "GRACE_SECONDS", HOUR)
     replica, pid = started(shared=True)
     segment, log = Path("/dev/shm") / replica.wait_ready(START).model, replica._child.log
     assert segment.exists()
@@ -230,7 +230,7 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
 
 
 def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(process_replica, "GRACE_SECONDS", 1.0)
     replica, pid = started()
     os.kill(pid, signal.SIGSTOP)
     # far more than the socket holds: the writer waits

@@ -23,6 +23,7 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.ray import cluster, ray_replica
+from torchrl_moe.modules.backends.ray.actor import dial
 from torchrl_moe.modules.backends.ray.cluster import (
     NAMESPACE,
     RayService,
@@ -32,7 +33,6 @@ from torchrl_moe.modules.backends.ray.cluster import (
     running_services,
 )
 from torchrl_moe.modules.backends.ray.ray_replica import ActorLink, RayReplica
-from torchrl_moe.modules.backends.ray.replica_host import dial
 
 
 # -- over a host in this process --------------------------------------------------------------------------------------

@@ -28,15 +28,9 @@ from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.link import COUNT, LENGTH
-from torchrl_moe.modules.backends.ray import cluster, replica_host
-from torchrl_moe.modules.backends.ray.actor import actor_environment
-from torchrl_moe.modules.backends.ray.cluster import (
-    forwarded_environment,
-    parse_actor_name,
-    parse_group_name,
-    secrets_of_environment,
-)
-from torchrl_moe.modules.backends.ray.replica_host import (
+from torchrl_moe.modules.backends.ray import cluster
+from torchrl_moe.modules.backends.ray.actor import (
+    MOST_PENDING,
     NONCE_BYTES,
     TAG_BYTES,
     LateStream,
@@ -44,7 +38,14 @@ from torchrl_moe.modules.backends.ray.replica_host import (
     ReplicaHost,
     SealedStream,
     TamperedError,
+    actor_environment,
     dial,
+)
+from torchrl_moe.modules.backends.ray.cluster import (
+    forwarded_environment,
+    parse_actor_name,
+    parse_group_name,
+    secrets_of_environment,
 )
 
 
@@ -385,15 +386,15 @@ def listener() -> Iterator[Listener]:
 def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_host, "DIAL_SECONDS", HOUR)  # so that none ends by itself
+    monkeypatch.setattr("torchrl_moe.modules.backends.ray.actor.DIAL_SECONDS", HOUR)  # so that none ends by itself
     place = (listener.address.host, listener.address.port)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(place)) for _ in range(300)]
-        for one in silent[: -replica_host.MOST_PENDING]:  # the first are sent away
+        for one in silent[:-MOST_PENDING]:  # the first are sent away
             one.settimeout(PATIENCE)
             while one.recv(1 << 16):  # the actor's greeting
                 pass
-        until(lambda: sum(one.name == "driver" for one in threading.enumerate()) <= replica_host.MOST_PENDING)
+        until(lambda: sum(one.name == "driver" for one in threading.enumerate()) <= MOST_PENDING)
         with contextlib.closing(dial(listener.address)) as right:
             right.send([b"hello"])
             assert right.receive() == [b"hello"]
@@ -402,7 +403,7 @@ def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_silent(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_host, "DIAL_SECONDS", 1)
+    monkeypatch.setattr("torchrl_moe.modules.backends.ray.actor.DIAL_SECONDS", 1)
     with (
         contextlib.closing(dial(listener.address)) as inside,
         socket.create_connection((listener.address.host, listener.address.port)) as silent,

@@ -26,8 +26,7 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionMetrics, CompletionOutput, KeptIds, Scoring, nothing_yet
 from torchrl_moe.modules.backends.transformers import answer as sampling
 from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, LockedTokenizer, Sampling, read_sampling
-from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, Sampler
-from torchrl_moe.modules.backends.transformers.loading import Loaded, _decoder
+from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, Loaded, Sampler
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
@@ -239,7 +238,7 @@ def resumed(plain: Loaded, changes: Any = None, **fields: Any) -> Any:
     before = nothing_yet(ids_request("before", [65, 66], sampling_params={"n": 2}))
     outputs = [whole, replace(cut, **(changes or {}))]
     before = replace(before, prompt="AB", outputs=outputs, metrics=CompletionMetrics(total_seconds=100.0))
-    return plain.reader(ids_request("a", [65, 66], sampling_params={"n": 2, "seed": 1}, resume=before, **fields))
+    return plain.read(ids_request("a", [65, 66], sampling_params={"n": 2, "seed": 1}, resume=before, **fields))
 
 
 def test_what_was_whole_stays_and_what_was_cut_continues(plain: Loaded) -> None:
@@ -286,11 +285,11 @@ def test_a_first_part_that_cannot_be_read_again_is_refused(plain: Loaded, change
 )
 def test_what_cannot_be_served_is_refused(plain: Loaded, fields: dict[str, Any], words: str) -> None:
     arguments = replace(plain.arguments, kv_cache_memory_bytes=10 * plain.decoder.token_bytes)
-    reader = replace(plain.reader, arguments=arguments)
+    limited = replace(plain, arguments=arguments)
     fields = {"ids": [1, 2, 3], "sampling_params": {"max_tokens": 7}, **fields}
     with pytest.raises(ValueError, match=words):
-        reader(ids_request("a", fields.pop("ids"), **fields))
-    assert reader(ids_request("a", [1, 2, 3], sampling_params={"max_tokens": 7})).answers
+        limited.read(ids_request("a", fields.pop("ids"), **fields))
+    assert limited.read(ids_request("a", [1, 2, 3], sampling_params={"max_tokens": 7})).answers
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------
@@ -531,4 +530,4 @@ def test_a_model_that_sees_pads_or_keeps_more_than_keys_and_values_is_refused() 
     config = AutoConfig.for_model("mamba", vocab_size=32, hidden_size=16, num_hidden_layers=1, eos_token_id=0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ValueError, match="cannot serve MambaForCausalLM"):  # some releases fail in the forward pass
-        _decoder(model, None, Sampler(torch.device("cpu"), 0))
+        BatchDecoder(model, None, Sampler(torch.device("cpu"), 0))

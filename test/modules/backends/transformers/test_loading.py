@@ -15,9 +15,9 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
-from torchrl_moe.modules.backends.transformers import loading
+from torchrl_moe.modules.backends.transformers import decoder
 from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
-from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
+from torchrl_moe.modules.backends.transformers.decoder import Loaded, layout_of
 from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
@@ -120,7 +120,7 @@ def test_the_models_own_ends_are_known(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [258, 10]
     model.save_pretrained(tmp_path)
     ByteTokenizer().save_pretrained(tmp_path)
-    words = loaded(tmp_path).reader.tokenizer
+    words = loaded(tmp_path).tokenizer
     assert (words.eos, words.more_eos) == (258, {10})
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_hides_its_routes_is_served_without(plain_folder: Path, mon
     def refuse(model: Any) -> Any:
         raise UnsupportedRouterError("its router hides")
 
-    monkeypatch.setattr(loading, "RouterReplay", refuse)
+    monkeypatch.setattr(decoder, "RouterReplay", refuse)
     with pytest.raises(UnsupportedRouterError, match=r"hides\. enable_return_routed_experts=False serves it without"):
         loaded(plain_folder)
 

@@ -26,7 +26,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.replica import Completion, Scoring
 from torchrl_moe.modules.backends.transformers.answer import Answer
-from torchrl_moe.modules.backends.transformers.loading import Loaded
+from torchrl_moe.modules.backends.transformers.decoder import Loaded
 from torchrl_moe.modules.backends.transformers.transformers_process import EngineProcess, EngineWeights, exchange
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreWriter
@@ -52,7 +52,7 @@ def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
     assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
     load, metrics = bench.requests.load, bench.sent["a"].metrics
     assert (load.requests, load.completions, load.prompt_tokens, load.generated_tokens) == (3, 4, 6, 8 + 6)
-    assert (load.running, load.waiting, len(bench.requests), load.tokens) == (0, 0, 0, 14)
+    assert (load.running, load.waiting, len(bench.requests._running), load.tokens) == (0, 0, 0, 14)
     assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
     assert load.generation_seconds >= metrics.total_seconds
 
@@ -73,7 +73,7 @@ def test_a_late_abort_spares_the_next_request_of_that_id(plain: Loaded, monkeypa
             if len(bench.order) == 1:
                 bench.start("a", params={"max_tokens": 2})
 
-        bench.requests._send = take
+        bench.requests.deliver = take  # type: ignore[method-assign]
         bench.start("a", params={"max_tokens": 1})
         await bench.until(inside.is_set)
         bench.requests.abort(["a"])  # its only token is there already
@@ -94,15 +94,14 @@ def test_requests_of_lower_priority_value_join_first_if_the_engine_goes_by_prior
             await bench.tokens("first", 1)
         await bench.until(lambda: len(bench.sent) == 5)
 
-    engine = replace(plain, reader=replace(plain.reader, arguments=arguments))
-    assert serve(engine, script).order == ["first", "p3", "again", "p5", "p7"]
+    assert serve(replace(plain, arguments=arguments), script).order == ["first", "p3", "again", "p5", "p7"]
 
 
 def test_whatever_comes_between_each_answer_is_the_models(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of any lengths in a batch with too little room, some aborted, all paused now and then, and read again."""
     rng = random.Random(0)
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 150 * plain.decoder.token_bytes}
-    reader, take_step = replace(plain.reader, arguments=replace(plain.arguments, **limits)), plain.decoder.step
+    limited, take_step = replace(plain, arguments=replace(plain.arguments, **limits)), plain.decoder.step
 
     def step(joining: list[Answer], version: int) -> None:
         batch = [*plain.decoder.answers, *joining]
@@ -126,10 +125,10 @@ def test_whatever_comes_between_each_answer_is_the_models(plain: Loaded, monkeyp
                 bench.start(f"late{i}", [70], params={"max_tokens": 2})
                 await asyncio.sleep(0.01)
                 assert f"late{i}" not in bench.sent
-                bench.requests.resume()
+                await bench.requests.resume()
         await bench.until(lambda: len(bench.sent) == 17)
 
-    sent = serve(replace(plain, reader=reader), script).sent
+    sent = serve(limited, script).sent
     for name, completion in sent.items():
         for output in completion.outputs:
             assert completion.aborted or output.finish_reason == "length"
@@ -188,9 +187,9 @@ def test_a_model_gets_a_checkpoints_weights_and_stays_itself(family: str, config
 class Updates:
     """A store, and an engine's weights behind it."""
 
-    def __init__(self, bench: Bench, engine: Loaded, folder: Path) -> None:
+    def __init__(self, bench: Bench, folder: Path) -> None:
         self.writer = WeightStoreWriter(folder / "store")
-        self.weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)
+        self.weights = EngineWeights(bench.requests)
 
     async def open(self, transport: str = "memmap") -> None:
         await self.weights.open(transport, {"folder": str(self.writer.folder)})
@@ -206,7 +205,7 @@ class Updates:
 
 def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, tmp_path)
+        updates = Updates(bench, tmp_path)
         await updates.open()
         bench.start("a", IDS, params=LONG)
         await bench.tokens("a", 1)
@@ -226,7 +225,7 @@ def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, tmp_path:
 
 def test_new_weights_must_answer_the_canary(engine: Loaded, tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
-        updates, model = Updates(bench, engine, tmp_path), engine.decoder.model
+        updates, model = Updates(bench, tmp_path), engine.decoder.model
         await updates.open()
         before, broken = state(model), others()
         broken["model.norm.weight"].fill_(3e38)  # which overflows
@@ -250,7 +249,7 @@ def test_new_weights_must_answer_the_canary(engine: Loaded, tmp_path: Path) -> N
 
 def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, tmp_path)
+        updates = Updates(bench, tmp_path)
         for transport, hint in (("adapter", "use lora='merged'"), ("mpi", "transport='memmap'")):
             with pytest.raises(ValueError, match=f"takes no weights by '{transport}': .*{hint}"):
                 await updates.open(transport)
@@ -362,7 +361,7 @@ def test_a_probe_says_whether_a_step_ends_in_time(plain: Loaded) -> None:
     async def main() -> None:
         process = EngineProcess(plain, Inbox(), lambda message: None)  # type: ignore[arg-type]
         idle = await process.probe(60.0)
-        async with process.requests.step_lock:
+        async with process.step_lock:
             late = await process.probe(0.01)
         again = await process.probe(60.0)
         assert [one.core_answered for one in (idle, late, again)] == [True, False, True]

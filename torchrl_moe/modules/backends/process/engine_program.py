@@ -1,6 +1,6 @@
 """The program of an engine process, for any engine: it reads requests from a socket and writes completions to it.
 
-Forked from a process that has imported the engine (``fork_server_process.py``), or started as ``python -m PROGRAM FD
+Forked from a process that has imported the engine (``fork_server.py``), or started as ``python -m PROGRAM FD
 DRIVER_PID``; in either case as the leader of a process group. The group never outlives the driver: end of file on the
 socket, or the end of the driver's process, ends it.
 
@@ -28,7 +28,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import psutil
@@ -38,9 +37,9 @@ from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
-# The engine's stats, sent to the driver unasked, a few times a second, when they have changed.
-#
-# The driver keeps the last ones, so reading them costs the engine nothing.
+# -- stats -------------------------------------------------------------------------------------------------------------
+# They are sent unasked, a few times a second when they have changed. The driver keeps the last ones, so reading them
+# costs the engine nothing.
 
 
 FEED_SECONDS = 0.25
@@ -127,12 +126,10 @@ class StatsFeed:
             await asyncio.sleep(FEED_SECONDS)
 
 
-# What ties an engine process to its driver: messages arrive here, and the whole process group ends when no more can.
-#
-# Nothing here knows an engine. The process must be the leader of its process group, as :class:`LocalReplica` starts
-# it. vLLM's own processes, which are in the group too, watch both the leader and the driver
-# (:func:`end_with_leader`).
-
+# -- what ties the process to its driver -------------------------------------------------------------------------------
+# Messages arrive here, and the whole process group ends when no more can. The process must be the leader of its group,
+# as :class:`LocalReplica` starts it. vLLM's own processes, which are in the group too, watch both the leader and the
+# driver (:func:`end_with_leader`).
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
@@ -312,7 +309,7 @@ class EngineProgram(Engine):
         self._client_errors: tuple[type[BaseException], ...] = (ValueError, TypeError)  # the caller's fault
         self._death_reported = False
         self._failure: BaseException | None = None  # of a coroutine that should run on
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # verbs that run; the loop alone would not keep them
         self._open: dict[str, set[str]] = {}  # driver -> its requests in flight, by the engine's ids
         self._gone: set[str] = set()  # drivers that have left
         self._feed = StatsFeed(load, self._stats, lambda stats: send(("stats", "", stats)))
@@ -354,7 +351,6 @@ class EngineProgram(Engine):
             self._report_death()
 
     async def stats(self) -> ReplicaStats:
-        """Return the current stats."""
         return self._feed.stats()
 
     # -- requests: the engine knows each by an id that no other driver uses -------------------------------------------
@@ -403,7 +399,6 @@ class EngineProgram(Engine):
         self.owner.give_up(driver)
 
     async def snapshot(self) -> list[Completion]:
-        """Return what each request of the caller in flight has so far."""
         whose = CALLER.get() + SEPARATOR
         found = [one for one in await self._snapshot() if one.request_id.startswith(whose)]
         return [dataclasses.replace(one, request_id=one.request_id.removeprefix(whose)) for one in found]
@@ -420,34 +415,25 @@ class EngineProgram(Engine):
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def _call(self, driver: str, number: int, verb: str, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Start a verb; its value or its error is sent when it is done."""
-        task = asyncio.get_running_loop().create_task(self._answer(driver, number, verb, args, kwargs))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(partial(self._send_result, driver, number))
-
-    async def _answer(
+    async def _call(
         self, driver: str, number: int, verb: str, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> link.Frames:
-        """Run a verb; its value is encoded here, so that a failure of that is its error."""
+    ) -> None:
+        """Run a verb, and send its value or its error."""
         CALLER.set(driver)
-        method = None if verb.startswith("_") else getattr(self, verb, None)
-        if not asyncio.iscoroutinefunction(method):
-            raise ValueError(f"an engine has no verb {verb!r}")
-        value = await method(*args, **kwargs)
-        if driver in self._gone:  # a claim that had to wait is nobody's
-            self.owner.give_up(driver)
-        return link.message("result", (number, *link.tagged(value)), driver)
-
-    def _send_result(self, driver: str, number: int, task: asyncio.Task[link.Frames]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is None:
-            self._send(("encoded", driver, task.result()))
-        elif not self._report_death():
-            self._send(("error", driver, (number, *self._described(error))))
+        try:
+            method = None if verb.startswith("_") else getattr(self, verb, None)
+            if not asyncio.iscoroutinefunction(method):
+                raise ValueError(f"an engine has no verb {verb!r}")
+            value = await method(*args, **kwargs)
+            if driver in self._gone:  # a claim that had to wait is nobody's
+                self.owner.give_up(driver)
+            # encoded here, so that a failure of that is the verb's error
+            frames = link.message("result", (number, *link.tagged(value)), driver)
+        except Exception as error:  # noqa: BLE001  of one verb: its caller gets it
+            if not self._report_death():
+                self._send(("error", driver, (number, *self._described(error))))
+        else:
+            self._send(("encoded", driver, frames))
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -464,7 +450,9 @@ class EngineProgram(Engine):
             elif kind == "abort":
                 self.abort([f"{driver}{SEPARATOR}{own}" for own in body])
             elif kind == "call":
-                self._call(driver, *body)
+                task = loop.create_task(self._call(driver, *body))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             elif kind == "left":
                 self._left(driver)
             elif kind == "unreadable":
@@ -506,21 +494,18 @@ def _frame(messages: Sequence[link.Message]) -> list[link.Frames]:
     """Put a driver's completions that are ready together into one message, or a few that are not too large."""
     batches: list[tuple[str, list[Completion]]] = []
     of_driver: dict[str, tuple[list[Completion], int]] = {}  # its last batch, and the bytes in it
+    others: list[link.Frames] = []
     for message in messages:
         kind, driver, body = message
-        if kind != "completions":
-            continue
-        batch, size = of_driver.get(driver, ([], MESSAGE_BYTES))
-        if size >= MESSAGE_BYTES:
-            batch, size = [], 0
-            batches.append((driver, batch))
-        batch.append(body)
-        of_driver[driver] = batch, size + _size(message)
-    others = [
-        body if kind == "encoded" else link.message(kind, body, driver)
-        for kind, driver, body in messages
-        if kind != "completions"
-    ]
+        if kind == "completions":
+            batch, size = of_driver.get(driver, ([], MESSAGE_BYTES))
+            if size >= MESSAGE_BYTES:
+                batch, size = [], 0
+                batches.append((driver, batch))
+            batch.append(body)
+            of_driver[driver] = batch, size + _size(message)
+        else:
+            others.append(body if kind == "encoded" else link.message(kind, body, driver))
     return [*(frames for driver, batch in batches for frames in _encoded(driver, batch)), *others]
 
 
@@ -534,31 +519,27 @@ def _encoded(driver: str, batch: list[Completion]) -> list[link.Frames]:
         return [link.message("refused", (batch[0].request_id, "engine", f"its answer cannot be sent: {error}"), driver)]
 
 
-async def _opened(open_engine: OpenEngine, arguments: bytes, inbox: Inbox, send: Send) -> EngineProgram:
-    return await open_engine(pickle.loads(arguments), inbox, send)
-
-
 async def _main(stream: SocketStream, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
     outbox = link.Outbox(stream, _frame, _size, reader="the driver")
     inbox = Inbox(stream, driver_is_gone, asyncio.get_running_loop())
     _, _, arguments = await inbox.messages.get()
-    opened: EngineProgram | BaseException
-    (opened,) = await asyncio.gather(_opened(open_engine, arguments, inbox, outbox.put), return_exceptions=True)
-    if isinstance(opened, BaseException):
-        traceback.print_exception(opened)
-        outbox.put(("failed", "", f"{type(opened).__name__}: {opened}"))
+    try:
+        program = await open_engine(pickle.loads(arguments), inbox, outbox.put)
+    except Exception as error:  # noqa: BLE001  whatever it is: the driver says why there is no engine
+        traceback.print_exception(error)
+        outbox.put(("failed", "", f"{type(error).__name__}: {error}"))
         outbox.close()
         return
     gc.collect()
     gc.freeze()  # vLLM brings 600 000 objects, and a full collection of them takes 0.3 s
     inbox.serving = True
     try:
-        outbox.put(("ready", "", opened.info))
-        await opened._serve()
+        outbox.put(("ready", "", program.info))
+        await program._serve()
     finally:
         end_group_later()
         outbox.close()
-        opened.close()
+        program.close()
 
 
 def run_engine(stream: SocketStream, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:

@@ -311,16 +311,13 @@ class SocketStream:
         return view
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self._end.fileno()
 
     def hang_up(self) -> None:
-        """End the traffic both ways."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket."""
         self._end.close()
 
 
@@ -364,7 +361,9 @@ class Outbox:
                 return
             if not self._waiting:
                 self._stream.moved_at = time.monotonic()
-            if not self._waiting or self._waiting + size <= self._allowed():
+            is_stuck = time.monotonic() - self._stream.moved_at >= self._stuck_seconds
+            allowed = self._limit if is_stuck else FAR_TOO_MUCH * self._limit
+            if not self._waiting or self._waiting + size <= allowed:
                 self._waiting += size
                 self._queue.put((item, size))
                 return
@@ -374,10 +373,6 @@ class Outbox:
         )
         self._queue.put(None)
         self._stream.hang_up()  # the thread may be writing
-
-    def _allowed(self) -> int:
-        is_stuck = time.monotonic() - self._stream.moved_at >= self._stuck_seconds
-        return self._limit if is_stuck else FAR_TOO_MUCH * self._limit
 
     def finish(self) -> None:
         """Hang up once everything put so far is written; never waits."""
@@ -390,29 +385,26 @@ class Outbox:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        closing = False
         try:
-            self._write_until_closed()
+            while not closing:
+                batch = [self._queue.get()]
+                while not self._queue.empty():
+                    batch.append(self._queue.get())
+                closing = any(entry is None for entry in batch)
+                entries = [entry for entry in batch if entry is not None]
+                # what waits is dropped: the reader is not coming back
+                if self.overflowed:
+                    return
+                for frames in self._frame([item for item, _ in entries]) if entries else ():
+                    self._stream.send(frames)
+                with self._lock:
+                    self._waiting -= sum(size for _, size in entries)
         except OSError:  # the other side is gone, as the reader on this side finds too
             return
         finally:
             self._over = True
             self._stream.hang_up()
-
-    def _write_until_closed(self) -> None:
-        closing = False
-        while not closing:
-            batch = [self._queue.get()]
-            while not self._queue.empty():
-                batch.append(self._queue.get())
-            closing = any(entry is None for entry in batch)
-            entries = [entry for entry in batch if entry is not None]
-            # what waits is dropped: the reader is not coming back
-            if self.overflowed:
-                return
-            for frames in self._frame([item for item, _ in entries]) if entries else ():
-                self._stream.send(frames)
-            with self._lock:
-                self._waiting -= sum(size for _, size in entries)
 
 
 def _frames_size(frames: Frames) -> int:

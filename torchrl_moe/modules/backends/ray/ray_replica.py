@@ -20,7 +20,7 @@ from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.process_replica import EngineReplica
 from torchrl_moe.modules.backends.ray import actor
-from torchrl_moe.modules.backends.ray.actor import Description
+from torchrl_moe.modules.backends.ray.actor import Description, LateStream, SealedStream, dial
 from torchrl_moe.modules.backends.ray.cluster import (
     RayService,
     forwarded_environment,
@@ -28,7 +28,6 @@ from torchrl_moe.modules.backends.ray.cluster import (
     secrets_of_environment,
     shortage,
 )
-from torchrl_moe.modules.backends.ray.replica_host import LateStream, SealedStream, dial
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -115,7 +114,10 @@ class ActorLink:
             self._actor = self._find() or self._place()
             try:
                 if self._actor is not None:
-                    description: Description = self._wait_for(self._actor.describe.remote())
+                    reference = self._actor.describe.remote()
+                    while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
+                        self._check()
+                    description: Description = ray.get(reference)
                     break
             except RayActorError:
                 if self._made is not None:
@@ -183,11 +185,6 @@ class ActorLink:
             with contextlib.suppress(RayError):
                 ray.kill(made)
         self._free_group()
-
-    def _wait_for(self, reference: ray.ObjectRef) -> Any:
-        while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
-            self._check()
-        return ray.get(reference)
 
     def _check(self) -> None:
         if self._given_up.is_set():

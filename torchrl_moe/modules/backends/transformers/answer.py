@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -44,21 +44,15 @@ class LockedTokenizer:
         named = getattr(generation_config, "eos_token_id", None)
         listed = [named] if isinstance(named, int) else list(named or ())
         self.more_eos = frozenset(listed) - {self.eos}
-        self._lock = threading.Lock()  # encoding text changes the tokenizer for a moment
+        self.lock = threading.Lock()  # encoding text changes the tokenizer for a moment
 
     def encode(self, text: str) -> list[int]:
-        with self._lock:
+        with self.lock:
             ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return TextStream(self, prompt_ids, skip_special_tokens)
-
-    def step(self, stream: DecodeStream, token: int) -> str | None:
-        """Return what a token adds to a text; ``None`` for a part of a character."""
-        with self._lock:
-            text: str | None = stream.step(self.backend, token)
-        return text
 
 
 class TextStream:
@@ -69,13 +63,17 @@ class TextStream:
         self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
-        try:
-            return self._tokenizer.step(self._stream, token) or ""
-        except Exception as error:  # the library has no error of its own
-            if not str(error).startswith(INVALID_PREFIX):
-                raise
-        self._stream = DecodeStream(skip_special_tokens=self._skips)
-        return self._tokenizer.step(self._stream, token) or ""
+        text: str | None  # None for a part of a character
+        backend = self._tokenizer.backend
+        with self._tokenizer.lock:
+            try:
+                text = self._stream.step(backend, token)
+            except Exception as error:  # the library has no error of its own
+                if not str(error).startswith(INVALID_PREFIX):
+                    raise
+                self._stream = DecodeStream(skip_special_tokens=self._skips)
+                text = self._stream.step(backend, token)
+        return text or ""
 
 
 # Reads what users pass as vLLM's ``SamplingParams``; what this engine does not serve is refused by name.
@@ -181,19 +179,15 @@ def read_sampling(spec: object, guided_options: object = None) -> Sampling:
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     given["stop_token_ids"] = tuple(stop_ids or ())
     given["seed"] = None if given.get("seed") == -1 else given.get("seed")
-    return Sampling(**_as_vllm_reads(given))
-
-
-def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
-    """Map values that mean the same to one, as vLLM does."""
+    # values that mean the same become one, as in vLLM
     temperature = given.get("temperature", 1.0)
     if temperature == 0:
-        return {**given, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    if 0 < temperature < LEAST_TEMPERATURE:
+        given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    elif 0 < temperature < LEAST_TEMPERATURE:
         given["temperature"] = LEAST_TEMPERATURE
     if given.get("top_k") == -1:
         given["top_k"] = 0
-    return given
+    return Sampling(**given)
 
 
 Rows = NDArray[np.integer]
@@ -314,12 +308,8 @@ class Answer:
         if self._log_probs is not None:
             self._log_probs.append(draw.log_prob)
         self._masks.append(draw.mask)
-        self._end(draw.token)
-
-    def _end(self, token: int) -> None:
-        """End it if this token does: as a stop token, as the end of a stop string, or as the last one allowed."""
-        sampling = self.sampling
-        # a token that ends it, or the length; a stop string below
+        # it ends with a stop token, or by its length; with a stop string below
+        sampling, token = self.sampling, draw.token
         if not sampling.ignore_eos and token == self._tokenizer.eos:
             self.finish_reason = "stop"
         elif token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._tokenizer.more_eos):

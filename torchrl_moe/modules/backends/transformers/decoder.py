@@ -1,7 +1,8 @@
-"""Answers of any lengths in one batch: they join and leave between two steps, and each step gives each a token.
+"""A model of transformers as an engine serves it: loaded, tested, and decoding answers of any lengths in one batch.
 
-The batch is padded on the left, so that the newest token of every answer is in the last column; keys and values are
-those of transformers' own ``DynamicCache``, and whatever is padded is masked. Nothing here is fast.
+Answers join and leave between two steps, and each step gives each a token. The batch is padded on the left, so that the
+newest token of every answer is in the last column; keys and values are those of transformers' own ``DynamicCache``, and
+whatever is padded is masked. Nothing here is fast.
 
 Letters: R answers of the batch, J that join, S columns, V vocabulary, L decoder layers, K experts per token.
 """
@@ -9,11 +10,9 @@ Letters: R answers of the batch, J that join, S columns, V vocabulary, L decoder
 from __future__ import annotations
 
 import asyncio
-import heapq
 import inspect
-import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,9 +20,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     DynamicCache,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -33,13 +35,15 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from torchrl_moe._compat_transformers import cache_argument
+from torchrl_moe._compat_transformers import cache_argument, check_whole, one_shape_of_experts
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.replica import (
     NOTHING,
     Completion,
     CompletionMetrics,
     CompletionOutput,
+    ReplicaInfo,
     Request,
     Scoring,
     name_kept,
@@ -57,139 +61,23 @@ from torchrl_moe.modules.backends.transformers.answer import (
 )
 from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.binding import UNSET, Recording
+from torchrl_moe.modules.replay.discovery import has_experts
+from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-# A request in flight: its parts, whether it can be served, and its result so far.
-
-
-@dataclass(eq=False, slots=True)
-class Running:
-    request: Request
-    prompt_ids: list[int]
-    started: float = field(default_factory=time.monotonic)
-    answers: list[Answer] = field(default_factory=list)
-    done: dict[int, CompletionOutput] = field(default_factory=dict)
-    kept: int = 0
-    joined_at: float = 0.0
-    token_at: float = 0.0
-    scores: NDArray[np.float32] | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is nothing left to compute."""
-        if self.request.scoring is not None:
-            return self.scores is not None
-        return all(answer.finish_reason is not None for answer in self.answers)
-
-    def completion(self) -> Completion:
-        """Return its completion so far; answers that still grow count as cut."""
-        request, began, given = self.request, self.started, self.request.resume
-        before = 0.0 if given is None else given.metrics.total_seconds
-        return Completion(
-            request_id=request.request_id,
-            prompt=request.prompt if given is None else given.prompt,
-            prompt_token_ids=np.array(self.prompt_ids, np.int64),
-            num_cached_tokens=0,
-            outputs=self._outputs(),
-            metrics=CompletionMetrics(
-                queue_seconds=max(self.joined_at - began, 0.0),
-                first_token_seconds=max(self.token_at - began, 0.0),
-                total_seconds=before + time.monotonic() - began,
-            ),
-            prompt_logprobs=self.scores,
-        )
-
-    def _outputs(self) -> list[CompletionOutput]:
-        if self.request.scoring is None:
-            grown = {one.index: one.output(self.request.return_routed_experts) for one in self.answers}
-            return [output for _, output in sorted({**self.done, **grown}.items())]
-        outputs = nothing_yet(self.request).outputs  # a scoring request has no answer
-        if self.scores is not None:
-            outputs[0].finish_reason = "length"
-        return outputs
+SCORED_TOKENS = 256  # whose logits exist at a time
+CHECKED = (4, 6)  # tokens of the sequences that the model is tested with
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' standard deviation
+COARSE = 0.1  # the same for other dtypes
+NO_ROUTES = "the engine captures no routes"
+MAX_MODEL_LEN = 8192  # of a model that names no limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestReader:
-    """Turns requests into what runs, or refuses them."""
-
-    arguments: EngineArguments
-    max_model_len: int
-    vocabulary: int
-    token_bytes: int
-    tokenizer: LockedTokenizer
-    layout: RoutingLayout | None
-    routes: RequestRoutes
-    device: torch.device
-
-    def __call__(self, request: Request) -> Running:
-        if request.lora_request is not None:
-            raise ValueError("lora_request: engine='transformers' serves no adapters; vLLM does")
-        request = self.routes.checked(request)
-        sampling = read_sampling(request.sampling_params, request.guided_options)
-        given = request.prompt_token_ids
-        ids = self.tokenizer.encode(request.prompt or "") if given is None else given.tolist()
-        self._check_prompt(ids, scored=request.scoring is not None)
-        running = Running(request, ids)
-        if request.scoring is None:
-            for index in range(sampling.n):
-                self._add(running, sampling, index)
-        return running
-
-    def _add(self, running: Running, sampling: Sampling, index: int) -> None:
-        """Add an answer: as it is if it was finished before, else to generate, or to continue."""
-        request = running.request
-        before = None if request.resume is None else request.resume.outputs[index]
-        if before is not None and before.finish_reason != "abort":
-            running.done[index] = before
-            return
-        answer = Answer(running.prompt_ids, sampling, index, self.tokenizer, self.max_model_len, self.layout)
-        answer.followed, answer.how = request.routed_experts, self.routes.how(request)
-        if before is not None and len(before.token_ids):
-            self._check_first_part(answer, before)
-            answer.go_on_from(before)
-            running.kept += len(before.token_ids)
-        if sampling.seed is not None:  # without repeating random numbers of the first part
-            seed = sampling.seed + index + len(answer.tokens)
-            answer.generator = torch.Generator(self.device).manual_seed(seed)
-        self._check_room(answer)
-        running.answers.append(answer)
-
-    def _check_prompt(self, ids: list[int], scored: bool) -> None:
-        most = self.max_model_len - (not scored)
-        if not 1 <= len(ids) <= most:
-            raise ValueError(f"a prompt must have 1 to {most} tokens, got {len(ids)}: max_model_len is the limit")
-        self._check_ids("a prompt", ids)
-
-    def _check_ids(self, what: str, ids: list[int]) -> None:
-        if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
-            raise ValueError(f"{what} names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
-
-    def _check_first_part(self, answer: Answer, before: CompletionOutput) -> None:
-        """Refuse what cannot be read again: in the batch it would end the engine, and all other requests with it."""
-        ids = before.token_ids.tolist()
-        self._check_ids(f"answer {before.index} to resume", ids)
-        if answer.how == "forced" and self.layout is not None and before.routed_experts is not None:
-            rows = rows_of_answer(before.routed_experts, self.layout)
-            check_rows(rows, len(answer.prompt_ids) + len(ids), self.layout)
-
-    def _check_room(self, answer: Answer) -> None:
-        budget, needed = self.arguments.kv_cache_memory_bytes, answer.longest * self.token_bytes
-        if budget is not None and needed > budget:
-            raise ValueError(
-                f"{answer.longest} tokens of prompt and answer need {needed} bytes of keys and values: raise "
-                f"kv_cache_memory_bytes={budget}, or lower max_tokens"
-            )
-
-
-# Draws tokens from logits, each row as its answer asks: the processors are transformers', their order is vLLM's.
-#
-# Letters: R answers, V vocabulary.
+# -- tokens are drawn from logits, each row as its answer asks ---------------------------------------------------------
+# The processors are transformers', their order is vLLM's.
 
 
 class Sampler:
@@ -265,10 +153,7 @@ def _warpers(sampling: Sampling) -> tuple[Callable[[None, Tensor], Tensor], ...]
     return tuple(make() for is_wanted, make in wanted if is_wanted)
 
 
-SCORED_TOKENS = 256  # whose logits exist at a time
-CHECKED = (4, 6)  # tokens of the sequences that the model is tested with
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' standard deviation
-COARSE = 0.1  # the same for other dtypes
+# -- the batch ---------------------------------------------------------------------------------------------------------
 
 
 class BatchDecoder:
@@ -284,7 +169,13 @@ class BatchDecoder:
         self._cache_argument = cache_argument(self._takes)
         self._cache: DynamicCache | None = None
         self._mask = torch.empty(0)  # bool [R, S]
-        self.token_bytes = self._check()
+        try:
+            self.token_bytes = self._check()
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # it may need another kind of cache
+            raise ValueError(
+                f"engine='transformers' cannot serve {type(model).__name__}: its forward pass with a DynamicCache "
+                f"failed, {type(error).__name__}: {error}; try vLLM"
+            ) from error
 
     @property
     def device(self) -> torch.device:
@@ -307,16 +198,15 @@ class BatchDecoder:
             for answer in joining:
                 answer.note_read()
             self.answers = [*self.answers, *joining]
-            logits = [self._whole(answer, self._width) for answer in self.answers]
-            for answer, draw in zip(self.answers, self.sampler(torch.stack(logits), self.answers), strict=True):
-                answer.add(draw, version)
-            return
-        # those of the batch read their last token; those that join read all of theirs
-        logits = [self._advance()] if self.answers else []
-        if joining:
-            logits.append(self._read(joining))
-            self.answers += joining
-        for answer, draw in zip(self.answers, self.sampler(torch.cat(logits), self.answers), strict=True):
+            logits = torch.stack([self._whole(answer, self._width) for answer in self.answers])
+        else:
+            # those of the batch read their last token; those that join read all of theirs
+            parts = [self._advance()] if self.answers else []
+            if joining:
+                parts.append(self._read(joining))
+                self.answers += joining
+            logits = torch.cat(parts)
+        for answer, draw in zip(self.answers, self.sampler(logits, self.answers), strict=True):
             answer.add(draw, version)
 
     def leave(self, gone: Sequence[Answer]) -> None:
@@ -380,15 +270,14 @@ class BatchDecoder:
 
     def _whole(self, answer: Answer, width: int) -> Tensor:
         """Read an answer by itself, in a row of fixed width; return the logits ``[V]`` after its last token."""
-        ids, known = answer.ids, answer.rows_to_follow()
+        ids = answer.ids
         row = torch.zeros(1, width, dtype=torch.long, device=self.device)
         row[0, : len(ids)] = torch.tensor(ids)
         inputs = {"input_ids": row, "position_ids": torch.arange(width, device=self.device)[None]}
         # rows that it was read with before are followed: they are the ones that it has
-        followed = None
-        if known is not None and self.replay is not None:
-            followed = torch.full((1, width, *known.shape[1:]), UNSET, dtype=torch.int16)
-            followed[0, : len(known)] = torch.from_numpy(known.astype(np.int16))
+        followed = self._laid_out([answer.rows_to_follow()], row[:, : len(ids)])
+        if followed is not None:
+            followed = nn.functional.pad(followed, (0, 0, 0, 0, 0, width - len(ids)), value=UNSET)
         with self._routing(followed, torch.ones_like(row)) as recording:
             logits: Tensor = self.model(**inputs, use_cache=False).logits
         if recording is not None:
@@ -508,75 +397,212 @@ def _wider(states: Tensor, width: int) -> Tensor:
     return nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
 
 
-# The answers that wait to join the batch, and the prompts that wait for their scores: who is next, and who fits.
+# -- requests that run -------------------------------------------------------------------------------------------------
 
 
-class WaitingLine:
-    """First come, first served, or by priority."""
+@dataclass(eq=False, slots=True)
+class Running:
+    request: Request
+    prompt_ids: list[int]
+    started: float = field(default_factory=time.monotonic)
+    answers: list[Answer] = field(default_factory=list)
+    done: dict[int, CompletionOutput] = field(default_factory=dict)
+    kept: int = 0
+    joined_at: float = 0.0
+    token_at: float = 0.0
+    scores: NDArray[np.float32] | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __init__(self, arguments: EngineArguments, token_bytes: int, may_run: Callable[[Running], bool]) -> None:
-        self._arguments, self._token_bytes, self._may_run = arguments, token_bytes, may_run
-        self._serial = itertools.count()
-        self._answers: list[tuple[int, int, Running, Answer]] = []  # a heap, as the next one
-        self._scored: list[tuple[int, int, Running]] = []
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to compute."""
+        if self.request.scoring is not None:
+            return self.scores is not None
+        return all(answer.finish_reason is not None for answer in self.answers)
 
-    def __len__(self) -> int:
-        return len(self._answers) + len(self._scored)
+    def completion(self) -> Completion:
+        """Return its completion so far; answers that still grow count as cut."""
+        request, began, given = self.request, self.started, self.request.resume
+        before = 0.0 if given is None else given.metrics.total_seconds
+        return Completion(
+            request_id=request.request_id,
+            prompt=request.prompt if given is None else given.prompt,
+            prompt_token_ids=np.array(self.prompt_ids, np.int64),
+            num_cached_tokens=0,
+            outputs=self._outputs(),
+            metrics=CompletionMetrics(
+                queue_seconds=max(self.joined_at - began, 0.0),
+                first_token_seconds=max(self.token_at - began, 0.0),
+                total_seconds=before + time.monotonic() - began,
+            ),
+            prompt_logprobs=self.scores,
+        )
 
-    def add(self, running: Running) -> None:
-        """Add a request's answers, or its prompt if it is to be scored."""
-        priority = running.request.priority if self._arguments.scheduling_policy == "priority" else 0
-        if running.request.scoring is not None:
-            heapq.heappush(self._scored, (priority, next(self._serial), running))
-        for answer in running.answers:
-            heapq.heappush(self._answers, (priority, next(self._serial), running, answer))
+    def _outputs(self) -> list[CompletionOutput]:
+        if self.request.scoring is None:
+            grown = {one.index: one.output(self.request.return_routed_experts) for one in self.answers}
+            return [output for _, output in sorted({**self.done, **grown}.items())]
+        outputs = nothing_yet(self.request).outputs  # a scoring request has no answer
+        if self.scores is not None:
+            outputs[0].finish_reason = "length"
+        return outputs
 
-    def drop(self, gone: Running) -> None:
-        self._answers = [entry for entry in self._answers if entry[2] is not gone]
-        self._scored = [entry for entry in self._scored if entry[2] is not gone]
-        heapq.heapify(self._answers)
-        heapq.heapify(self._scored)
 
-    def next_scored(self) -> Running | None:
-        """Take the request whose prompt is scored next, if one may run."""
-        runs = [entry for entry in self._scored if self._may_run(entry[2])]
-        if not runs:
-            return None
-        first = min(runs)
-        self._scored.remove(first)
-        heapq.heapify(self._scored)
-        return first[2]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model that can serve, and reads what it is asked for."""
 
-    def joining(self, inside: Sequence[Answer], again: Sequence[Answer]) -> list[Answer]:
-        joining: list[Answer] = []
-        held, now, widest = [], time.monotonic(), 0
-        for answer in again:
-            widest = max(widest, len(answer.ids))
-            if self._is_too_much(len(joining), widest):
-                return joining
-            joining.append(answer)
-        # then those that wait, in order; one that may not run now is put back
-        while self._answers:
-            entry = heapq.heappop(self._answers)
-            _, _, running, answer = entry
-            if not self._may_run(running):
-                held.append(entry)
-                continue
-            widest = max(widest, len(answer.ids))
-            if self._is_too_much(len(joining), widest) or not self._has_room([*inside, *joining, answer]):
-                held.append(entry)
-                break
-            running.joined_at = running.joined_at or now
-            joining.append(answer)
-        for entry in held:
-            heapq.heappush(self._answers, entry)
-        return joining
+    arguments: EngineArguments
+    decoder: BatchDecoder
+    tokenizer: LockedTokenizer
+    info: ReplicaInfo
+    routes: RequestRoutes
+    vocabulary: int
+    report: Mapping[str, Iterable[str]]
+    """Of transformers' loader, what the checkpoint lacked."""
 
-    def _is_too_much(self, others: int, widest: int) -> bool:
-        """Whether one more is too much for a step: all are padded to the widest."""
-        return others > 0 and (others + 1) * widest > self._arguments.max_num_batched_tokens
+    def read(self, request: Request) -> Running:
+        """Return what runs for a request, or refuse it."""
+        if request.lora_request is not None:
+            raise ValueError("lora_request: engine='transformers' serves no adapters; vLLM does")
+        request = self.routes.checked(request)
+        sampling = read_sampling(request.sampling_params, request.guided_options)
+        given = request.prompt_token_ids
+        ids = self.tokenizer.encode(request.prompt or "") if given is None else given.tolist()
+        most = self.info.max_model_len - (request.scoring is None)
+        if not 1 <= len(ids) <= most:
+            raise ValueError(f"a prompt must have 1 to {most} tokens, got {len(ids)}: max_model_len is the limit")
+        self._check_ids("a prompt", ids)
+        running = Running(request, ids)
+        if request.scoring is None:
+            for index in range(sampling.n):
+                self._add(running, sampling, index)
+        return running
 
-    def _has_room(self, batch: Sequence[Answer]) -> bool:
-        budget = self._arguments.kv_cache_memory_bytes
-        needed = len(batch) * max(answer.longest for answer in batch) * self._token_bytes
-        return len(batch) <= self._arguments.max_num_seqs and (budget is None or needed <= budget)
+    def _add(self, running: Running, sampling: Sampling, index: int) -> None:
+        """Add an answer: as it is if it was finished before, else to generate, or to continue."""
+        request = running.request
+        before = None if request.resume is None else request.resume.outputs[index]
+        if before is not None and before.finish_reason != "abort":
+            running.done[index] = before
+            return
+        layout, longest = self.info.layout, self.info.max_model_len
+        answer = Answer(running.prompt_ids, sampling, index, self.tokenizer, longest, layout)
+        answer.followed, answer.how = request.routed_experts, self.routes.how(request)
+        if before is not None and len(before.token_ids):
+            # what cannot be read again is refused here: in the batch it would end the engine, and all other requests
+            self._check_ids(f"answer {before.index} to resume", before.token_ids.tolist())
+            if answer.how == "forced" and layout is not None and before.routed_experts is not None:
+                rows = rows_of_answer(before.routed_experts, layout)
+                check_rows(rows, len(answer.prompt_ids) + len(before.token_ids), layout)
+            answer.go_on_from(before)
+            running.kept += len(before.token_ids)
+        if sampling.seed is not None:  # without repeating random numbers of the first part
+            seed = sampling.seed + index + len(answer.tokens)
+            answer.generator = torch.Generator(self.decoder.device).manual_seed(seed)
+        budget, needed = self.arguments.kv_cache_memory_bytes, answer.longest * self.decoder.token_bytes
+        if budget is not None and needed > budget:
+            raise ValueError(
+                f"{answer.longest} tokens of prompt and answer need {needed} bytes of keys and values: raise "
+                f"kv_cache_memory_bytes={budget}, or lower max_tokens"
+            )
+        running.answers.append(answer)
+
+    def _check_ids(self, what: str, ids: list[int]) -> None:
+        if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
+            raise ValueError(f"{what} names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
+
+
+# -- a model is loaded -------------------------------------------------------------------------------------------------
+
+
+def load(arguments: EngineArguments) -> Loaded:
+    # the model
+    transformers.utils.logging.disable_progress_bar()  # no bars in a log
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    trust = {"trust_remote_code": arguments.trust_remote_code}
+    model, report = AutoModelForCausalLM.from_pretrained(
+        arguments.model,
+        dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+        attn_implementation=arguments.attn_implementation,
+        output_loading_info=True,
+        **trust,
+    )
+    check_whole(arguments.model, report)
+    model = model.to(device).eval()
+    if arguments.parity == "exact":
+        one_shape_of_experts(model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
+    locked = LockedTokenizer(tokenizer, model.generation_config)
+    if arguments.router_dtype == "float32" and model.dtype != torch.float32:
+        float32_routers(model)
+    # its routes, and a first forward pass: a model that does not fit is refused here
+    replay = _replay(model, arguments)
+    layout = None if replay is None else layout_of(replay)
+    longest = _longest(model, arguments)
+    width = longest if arguments.parity == "exact" else None
+    decoder = BatchDecoder(model, replay, Sampler(device, arguments.seed), width)
+    why_not_forced = NO_ROUTES if layout is None else ""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    info = ReplicaInfo(
+        model=arguments.model,
+        layout=layout,
+        max_model_len=longest,
+        engine_version=f"transformers {transformers.__version__}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        forced_routing_unavailable_reason=why_not_forced,
+    )
+    return Loaded(
+        arguments=arguments,
+        decoder=decoder,
+        tokenizer=locked,
+        info=info,
+        routes=RequestRoutes(layout, why_not_forced, vocabulary=vocabulary),
+        vocabulary=vocabulary,
+        report=report,
+    )
+
+
+def _replay(model: PreTrainedModel, arguments: EngineArguments) -> RouterReplay | None:
+    """Return the recorder of the model's routes; ``None`` if none are to be recorded."""
+    wanted, moe = arguments.enable_return_routed_experts, has_experts(model)
+    if wanted and not moe:
+        raise ValueError(f"enable_return_routed_experts=True, but {arguments.model!r} has no experts: a dense model")
+    if wanted is False or not moe:
+        return None
+    try:
+        return RouterReplay(model)
+    except UnsupportedRouterError as error:
+        raise UnsupportedRouterError(f"{error}. enable_return_routed_experts=False serves it without routes") from error
+
+
+def layout_of(replay: RouterReplay) -> RoutingLayout:
+    """Return a model's routers as plain data."""
+    # one array of routes holds all layers
+    if len({(site.top_k, site.num_experts) for site in replay.sites}) > 1:
+        raise UnsupportedRouterError(
+            f"{type(replay.model).__name__} has routers of different sizes: enable_return_routed_experts=False serves "
+            "it without routes"
+        )
+    return RoutingLayout(
+        num_layers=replay.num_layers, moe_layers=replay.layers, top_k=replay.top_k, num_experts=replay.num_experts
+    )
+
+
+def _longest(model: PreTrainedModel, arguments: EngineArguments) -> int:
+    text = model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    longest = int(limit or MAX_MODEL_LEN) if arguments.max_model_len is None else arguments.max_model_len
+    if limit is not None and longest > limit:
+        raise ValueError(f"max_model_len={longest}, but the model has max_position_embeddings={limit}")
+    # the most tokens for which a longrope model rotates positions by the same angles
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # some have one for each layer type
+    found = [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]
+    same = min(found, default=longest)
+    if longest > same:
+        raise ValueError(
+            f"{type(model).__name__} (longrope) rotates all positions by other angles once a sequence of the batch is "
+            f"longer than {same}: pass max_model_len={same}; vLLM serves longer ones"
+        )
+    return longest

@@ -21,29 +21,24 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ROUTER_DTYPES = ("auto", "float32")
 POLICIES = ("fcfs", "priority")
 PARITIES = (None, "exact")
-WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "enforce_eager": (None, True, False),  # nothing is ever compiled
-    "compilation_config": (None, {}, {"mode": 0}),
-    "tensor_parallel_size": (None, 1),
-    "pipeline_parallel_size": (None, 1),
-    "data_parallel_size": (None, 1),
-    "enable_prefix_caching": (None, False),
-    "enable_sleep_mode": (None, False),
-    "enable_lora": (None, False),
-    "logprobs_mode": (None, "processed_logprobs"),
+ONE_DEVICE = (None, 1), "a replica computes on one device; raise num_replicas"
+OF_VLLM: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "enforce_eager": ((None, True, False), ""),  # nothing is ever compiled
+    "compilation_config": ((None, {}, {"mode": 0}), "nothing is compiled"),
+    "tensor_parallel_size": ONE_DEVICE,
+    "pipeline_parallel_size": ONE_DEVICE,
+    "data_parallel_size": ONE_DEVICE,
+    "enable_prefix_caching": (
+        (None, False),
+        "there is no prefix cache; equal prompts that come together are read once",
+    ),
+    "enable_sleep_mode": ((None, False), "the model stays in memory; shut the engine down instead"),
+    "enable_lora": ((None, False), "it serves no adapters; send merged weights, VLLMWeightSyncScheme(lora='merged')"),
+    "logprobs_mode": ((None, "processed_logprobs"), "log-probs are of the distribution that was sampled from"),
+    "hf_overrides": ((), "the model is computed as its config says; enable_fp32_output is vLLM's"),
+    "gpu_memory_utilization": ((), "memory grows with the answers that run; limit it by kv_cache_memory_bytes"),
 }
-"""Arguments of vLLM -> values that ask for what this engine does anyway."""
-WHY_NOT: Mapping[str, str] = {
-    "tensor_parallel_size": "a replica computes on one device; raise num_replicas",
-    "pipeline_parallel_size": "a replica computes on one device; raise num_replicas",
-    "data_parallel_size": "a replica computes on one device; raise num_replicas",
-    "enable_prefix_caching": "there is no prefix cache; equal prompts that come together are read once",
-    "enable_sleep_mode": "the model stays in memory; shut the engine down instead",
-    "enable_lora": "it serves no adapters; send merged weights, VLLMWeightSyncScheme(lora='merged')",
-    "logprobs_mode": "log-probs are of the distribution that was sampled from",
-    "hf_overrides": "the model is computed as its config says; enable_fp32_output is vLLM's",
-    "gpu_memory_utilization": "memory grows with the answers that run; limit it by kv_cache_memory_bytes",
-}
+"""Arguments of vLLM -> values that ask for what this engine does anyway, and what to do in place of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +93,11 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {}
     for name, value in engine_args.items():
-        # asks for what this engine does anyway
-        if name in WITHOUT_EFFECT and value in WITHOUT_EFFECT[name]:
+        accepted, why = OF_VLLM.get(name, ((), ""))
+        if value in accepted:  # it asks for what this engine does anyway
             continue
         if name not in KNOWN:
-            why = WHY_NOT.get(name, f"it knows {', '.join(KNOWN)}")
+            why = why or f"it knows {', '.join(KNOWN)}"
             raise ValueError(f"engine='transformers' has no {name}={value!r}: {why}")
         arguments[name] = str(value).removeprefix("torch.") if name == "dtype" else value
     if not arguments.get("model"):

@@ -1,14 +1,13 @@
-"""The process that owns one model of transformers; ``process/engine_program.py`` has what any engine process does.
-
-The module's top level imports nothing heavy: a fork server imports it first, and transformers in ``preload``.
-"""
+"""The process that owns one model of transformers; ``process/engine_program.py`` has what any engine process does."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from bisect import insort
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -34,7 +33,7 @@ from torchrl_moe.modules.backends.replica import (
     SwapReport,
 )
 from torchrl_moe.modules.backends.transformers.answer import Answer
-from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Running, WaitingLine
+from torchrl_moe.modules.backends.transformers.decoder import Loaded, Running, load
 from torchrl_moe.modules.backends.transformers.transformers_arguments import build_engine_args
 from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import Receiver
@@ -43,46 +42,224 @@ from torchrl_moe.weight_update.transports.registry import open_receiver
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from torchrl_moe.modules.backends.transformers.loading import Loaded
+T = TypeVar("T")
 
 
 class EngineProcess(EngineProgram):
-    """One engine process over plain transformers."""
+    """One engine process over plain transformers. Its requests run in one loop: admit what may join, then step.
+
+    The model computes in one thread, a step at a time. Whatever else needs it, or must not see it in mid-step (an
+    abort, a pause, a snapshot, a weight swap), takes the step lock between two steps; so nothing here is ever half
+    done.
+    """
 
     def __init__(self, loaded: Loaded, inbox: Inbox, send: Send) -> None:
-        self.requests = EngineRequests(loaded.decoder, loaded.reader, self.deliver, self.refuse)
-        super().__init__(loaded.info, self.requests.load, inbox, send)
-        self.weights = self.updates = EngineWeights(
-            loaded.decoder.model, loaded.info.model, self.requests, loaded.report
-        )
-        self._loaded = loaded
+        super().__init__(loaded.info, Load(), inbox, send)
+        self.loaded, self.decoder = loaded, loaded.decoder
+        self.step_lock = asyncio.Lock()
+        self.version = 0
+        self.weights = self.updates = EngineWeights(self)
+        self._running: dict[str, Running] = {}
+        # what waits, in order: priority, serial number, request, and its answer; none if its prompt is to be scored
+        self._waiting: list[tuple[int, int, Running, Answer | None]] = []
+        self._serial = itertools.count()
+        self._again: list[Answer] = []  # to be read again, before others join
+        self._aborted: set[str] = set()
+        self._changed = asyncio.Event()
+        self._paused_but: set[Running] | None = None  # the user's pause, and what it lets finish
+        self._draining: set[Running] | None = None  # what a swap lets finish before it begins
+        self._thread = ThreadPoolExecutor(1, "model")
         self._self = psutil.Process()
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+    def compute(self, work: Callable[..., T], *args: object) -> Awaitable[T]:
+        """Run a function in the model's thread; the caller holds :attr:`step_lock`."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def start(self, request: Request) -> None:
-        self.requests.start(request)
+        self._running[request.request_id] = running = self.loaded.read(request)
+        priority = request.priority if self.loaded.arguments.scheduling_policy == "priority" else 0
+        waiting: Sequence[Answer | None] = running.answers if request.scoring is None else [None]
+        for answer in waiting:
+            insort(self._waiting, (priority, next(self._serial), running, answer))
+        self._changed.set()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self.requests.abort(request_ids)
-
-    async def _snapshot(self) -> list[Completion]:
-        return await self.requests.snapshot()
-
-    def _background(self) -> list[Coroutine[object, None, None]]:
-        return [self.requests.run()]
+        self._aborted.update(name for name in request_ids if name in self._running)
+        self._changed.set()
 
     def close(self) -> None:
-        self.requests.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self.weights.close()
 
-    # -- verbs, which ``Engine`` describes -----------------------------------------------------------------------------
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def _background(self) -> list[Coroutine[object, None, None]]:
+        return [self._run()]
+
+    async def _run(self) -> None:
+        """Work until cancelled. An error in the model's thread ends the engine."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self.step_lock:
+                await self._work()
+
+    async def _work(self) -> None:
+        # aborts first: what they free may join
+        self._cut()
+        if not all(map(self._may_run, self._begun())):
+            return
+        # a prompt to score, if one may run
+        for entry in self._waiting:
+            _, _, running, answer = entry
+            if answer is None and self._may_run(running):
+                self._waiting.remove(entry)
+                await self._score(running)
+                self._changed.set()
+                break
+        # then the answers that have room, and one step of all
+        joining = self._joining()
+        self._again = self._again[len(joining) :]  # they come first
+        if joining or self.decoder.answers:
+            await self.compute(self.decoder.step, joining, self.version)
+            self._note_step()
+            self._changed.set()
+        self._finish()
+
+    def _may_run(self, running: Running) -> bool:
+        return all(only is None or running in only for only in (self._paused_but, self._draining))
+
+    def _begun(self) -> list[Running]:
+        """Return the requests that have an answer in the batch."""
+        inside = {id(answer) for answer in (*self.decoder.answers, *self._again)}
+        return [one for one in self._running.values() if any(id(answer) in inside for answer in one.answers)]
+
+    async def _score(self, running: Running) -> None:
+        request, running.joined_at = running.request, time.monotonic()
+        work = self.decoder.score, running.prompt_ids, request.scoring, request.routed_experts
+        running.scores = await self.compute(*work)
+        running.token_at = time.monotonic()
+
+    def _joining(self) -> list[Answer]:
+        """Return the answers that join the batch: those to be read again, then those that wait, as far as they fit."""
+        joining: list[Answer] = []
+        now, widest = time.monotonic(), 0
+        for answer in self._again:
+            widest = max(widest, len(answer.ids))
+            if self._is_too_much(len(joining), widest):
+                return joining
+            joining.append(answer)
+        for entry in list(self._waiting):
+            _, _, running, waiting = entry
+            if waiting is None or not self._may_run(running):
+                continue
+            widest = max(widest, len(waiting.ids))
+            if self._is_too_much(len(joining), widest) or not self._has_room([*joining, waiting]):
+                break
+            self._waiting.remove(entry)
+            running.joined_at = running.joined_at or now
+            joining.append(waiting)
+        return joining
+
+    def _is_too_much(self, others: int, widest: int) -> bool:
+        """Whether one more is too much for a step: all are padded to the widest."""
+        return others > 0 and (others + 1) * widest > self.loaded.arguments.max_num_batched_tokens
+
+    def _has_room(self, joining: Sequence[Answer]) -> bool:
+        arguments, batch = self.loaded.arguments, [*self.decoder.answers, *joining]
+        budget = arguments.kv_cache_memory_bytes
+        needed = len(batch) * max(answer.longest for answer in batch) * self.decoder.token_bytes
+        return len(batch) <= arguments.max_num_seqs and (budget is None or needed <= budget)
+
+    def _note_step(self) -> None:
+        load, decoder, budget = self.load, self.decoder, self.loaded.arguments.kv_cache_memory_bytes
+        load.steps += 1
+        load.step_at = time.time()
+        load.tokens += len(decoder.answers)
+        held = len(decoder.answers) * decoder.columns * decoder.token_bytes
+        load.cache_usage = min(held / budget, 1.0) if budget else 0.0
+        now = time.monotonic()
+        for running in self._begun():
+            running.token_at = running.token_at or now
+
+    # -- requests that are over -------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self.decoder.leave([answer for answer in self.decoder.answers if answer.finish_reason is not None])
+        for running in [one for one in self._running.values() if one.is_done]:
+            self._end(running)
+        self.load.running, self.load.waiting = len(self.decoder.answers), len(self._waiting)
+
+    def _cut(self) -> None:
+        """End the requests that were aborted, as they are."""
+        names, self._aborted = self._aborted, set()
+        for name in names & self._running.keys():
+            running = self._running[name]
+            self.decoder.leave(running.answers)
+            self._again = [answer for answer in self._again if answer not in running.answers]
+            self._waiting = [entry for entry in self._waiting if entry[2] is not running]
+            self._end(running)
+
+    def _end(self, running: Running) -> None:
+        del self._running[running.request.request_id]
+        self._aborted.discard(running.request.request_id)  # the id is free for another
+        done = running.completion()
+        before = sum(len(output.token_ids) for output in running.done.values()) + running.kept
+        self.load.count(running.request, done, time.monotonic() - running.started, before)
+        running.over.set()
+        self.deliver(done)
+
+    async def _snapshot(self) -> list[Completion]:
+        async with self.step_lock:
+            return [running.completion() for running in self._running.values()]
+
+    # -- pauses -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self.requests.pause(mode, clear_cache)
+        if mode == "abort":
+            self.abort(list(self._running))
+        self._paused_but = finishing = set(self._running.values()) if mode == "wait" else set()
+        self._changed.set()
+        for running in finishing:
+            await running.over.wait()
+        async with self.step_lock:
+            self._cut()
+            if clear_cache:
+                self.read_again()
 
     async def resume(self) -> None:
-        self.requests.resume()
+        self._paused_but = None
+        self._changed.set()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether requests in flight do not continue, since the user has paused the engine."""
+        only = self._paused_but
+        return only is not None and any(running not in only for running in self._running.values())
+
+    def read_again(self) -> None:
+        """Drop the keys and values of what runs, so that it is read again; the caller holds :attr:`step_lock`."""
+        self._again += self.decoder.empty()
+
+    @asynccontextmanager
+    async def between_steps(self, mode: PauseMode) -> AsyncIterator[None]:
+        """Hold the step lock; with ``"wait"``, requests in flight finish first, and new ones wait."""
+        try:
+            if mode == "wait":
+                self._draining = draining = set(self._running.values())
+                self._changed.set()
+                for running in draining:
+                    await running.over.wait()
+            async with self.step_lock:
+                yield
+        finally:
+            self._draining = None
+            self._changed.set()
+
+    # -- other verbs, which ``Engine`` describes ---------------------------------------------------------------------
+
+    async def weights_version(self) -> int:
+        return self.version
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         del level, mode
@@ -98,19 +275,19 @@ class EngineProcess(EngineProgram):
         raise ValueError(f"{method}: engine='transformers' has no workers to call; collective_rpc is vLLM's")
 
     async def reset_prefix_cache(self) -> bool:
-        return not self.requests  # nothing is cached beyond a request
+        return not self._running  # nothing is cached beyond a request
 
     async def set_seed(self, seed: int) -> None:
-        async with self.requests.step_lock:
-            self.requests.decoder.sampler.seed(seed)
+        async with self.step_lock:
+            self.decoder.sampler.seed(seed)
 
     async def tokenizer(self) -> dict[str, object]:
-        return tokenizer_files(self._loaded.reader.tokenizer.tokenizer, self._loaded.arguments.trust_remote_code)
+        return tokenizer_files(self.loaded.tokenizer.tokenizer, self.loaded.arguments.trust_remote_code)
 
     async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         found = checkpoint_metadata(checkpoint_folder(self.info.model))
         # what the model was loaded in; stacked experts, which have other names here, are never kept in float32
-        model = self.requests.decoder.model
+        model = self.decoder.model
         held = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         return {
             name: (held.get(name, model.dtype) if dtype.is_floating_point and dtype.itemsize > 1 else dtype, shape)
@@ -119,222 +296,21 @@ class EngineProcess(EngineProgram):
 
     async def probe(self, seconds: float) -> ProbeReport:
         """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""
-        waiting = asyncio.ensure_future(self.requests.step_lock.acquire())
+        waiting = asyncio.ensure_future(self.step_lock.acquire())
         await asyncio.wait({waiting}, timeout=seconds)
         answered = waiting.done()
         if answered:
-            self.requests.step_lock.release()
+            self.step_lock.release()
         else:
             waiting.cancel()
         times = self._self.cpu_times()
         return ProbeReport(core_answered=answered, cpu_seconds=times.user + times.system)
 
     def _stats(self) -> ReplicaStats:
-        return self.load.stats(self.requests.version, busy=bool(self.requests))
-
-    # -- weights ----------------------------------------------------------------------------------------------------
-
-    async def weights_version(self) -> int:
-        return self.requests.version
+        return self.load.stats(self.version, busy=bool(self._running))
 
 
-# The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
-#
-# The model computes in one thread, a step at a time. Whatever else needs it, or must not see it in mid-step (an
-# abort, a pause, a snapshot, a weight swap), takes the step lock between two steps; so nothing here is ever half done.
-
-
-T = TypeVar("T")
-BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
-"""What reading a bad request may raise; it is refused, and the others continue."""
-
-
-class EngineRequests:
-    """Requests in flight; those that are done are counted."""
-
-    def __init__(
-        self,
-        decoder: BatchDecoder,
-        reader: RequestReader,
-        send: Callable[[Completion], None],
-        refuse: Callable[[str, BaseException], None],
-    ) -> None:
-        self.decoder = decoder
-        self.step_lock = asyncio.Lock()
-        self.version = 0
-        self.load = Load()
-        self._reader, self._send, self._refuse = reader, send, refuse
-        self._open: dict[str, Running] = {}
-        self._line = WaitingLine(reader.arguments, reader.token_bytes, self._may_run)
-        self._again: list[Answer] = []  # to be read again, before others join
-        self._aborted: set[str] = set()
-        self._changed = asyncio.Event()
-        self._paused_but: set[Running] | None = None  # the user's pause, and what it lets finish
-        self._draining: set[Running] | None = None  # what a swap lets finish before it begins
-        self._thread = ThreadPoolExecutor(1, "model")
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    async def compute(self, work: Callable[..., T], *args: object) -> T:
-        """Run a function in the model's thread; the caller holds :attr:`step_lock`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-    def start(self, request: Request) -> None:
-        """Take a request, or refuse it."""
-        try:
-            running = self._reader(request)
-        except BAD_REQUEST as error:
-            self._refuse(request.request_id, error)
-            return
-        self._open[request.request_id] = running
-        self._line.add(running)
-        self._changed.set()
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._aborted.update(name for name in request_ids if name in self._open)
-        self._changed.set()
-
-    # -- the loop ---------------------------------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Work until cancelled. An error in the model's thread ends the engine."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            async with self.step_lock:
-                await self._work()
-
-    async def _work(self) -> None:
-        # aborts first: what they free may join
-        self._cut()
-        if not all(map(self._may_run, self._begun())):
-            return
-        if scored := self._line.next_scored():
-            await self._score(scored)
-            self._changed.set()
-        # then those that have room, and one step of all
-        joining = self._line.joining(self.decoder.answers, self._again)
-        self._again = self._again[len(joining) :]  # they come first
-        if joining or self.decoder.answers:
-            await self.compute(self.decoder.step, joining, self.version)
-            self._note_step()
-            self._changed.set()
-        self._finish()
-
-    def _may_run(self, running: Running) -> bool:
-        return all(only is None or running in only for only in (self._paused_but, self._draining))
-
-    def _begun(self) -> list[Running]:
-        """Return the requests that have an answer in the batch."""
-        inside = {id(answer) for answer in (*self.decoder.answers, *self._again)}
-        return [one for one in self._open.values() if any(id(answer) in inside for answer in one.answers)]
-
-    async def _score(self, running: Running) -> None:
-        request, running.joined_at = running.request, time.monotonic()
-        work = self.decoder.score, running.prompt_ids, request.scoring, request.routed_experts
-        running.scores = await self.compute(*work)
-        running.token_at = time.monotonic()
-
-    def _note_step(self) -> None:
-        load, decoder, budget = self.load, self.decoder, self._reader.arguments.kv_cache_memory_bytes
-        load.steps += 1
-        load.step_at = time.time()
-        load.tokens += len(decoder.answers)
-        held = len(decoder.answers) * decoder.columns * decoder.token_bytes
-        load.cache_usage = min(held / budget, 1.0) if budget else 0.0
-        now = time.monotonic()
-        for running in self._begun():
-            running.token_at = running.token_at or now
-
-    # -- requests that are over -------------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        self.decoder.leave([answer for answer in self.decoder.answers if answer.finish_reason is not None])
-        for running in [one for one in self._open.values() if one.is_done]:
-            self._end(running)
-        self.load.running, self.load.waiting = len(self.decoder.answers), len(self._line)
-
-    def _cut(self) -> None:
-        """End the requests that were aborted, as they are."""
-        names, self._aborted = self._aborted, set()
-        for name in names & self._open.keys():
-            running = self._open[name]
-            self.decoder.leave(running.answers)
-            self._again = [answer for answer in self._again if answer not in running.answers]
-            self._line.drop(running)
-            self._end(running)
-
-    def _end(self, running: Running) -> None:
-        del self._open[running.request.request_id]
-        self._aborted.discard(running.request.request_id)  # the id is free for another
-        done = running.completion()
-        before = sum(len(output.token_ids) for output in running.done.values()) + running.kept
-        self.load.count(running.request, done, time.monotonic() - running.started, before)
-        running.over.set()
-        self._send(done)
-
-    async def snapshot(self) -> list[Completion]:
-        """Return what each request has so far, without disturbing any."""
-        async with self.step_lock:
-            return [running.completion() for running in self._open.values()]
-
-    # -- pauses -----------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause the engine for the user."""
-        if mode == "abort":
-            self.abort(list(self._open))
-        self._paused_but = finishing = set(self._open.values()) if mode == "wait" else set()
-        self._changed.set()
-        for running in finishing:
-            await running.over.wait()
-        async with self.step_lock:
-            self._cut()
-            if clear_cache:
-                self.read_again()
-
-    def resume(self) -> None:
-        """Undo :meth:`pause`."""
-        self._paused_but = None
-        self._changed.set()
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether requests in flight do not continue, since the user has paused the engine."""
-        only = self._paused_but
-        return only is not None and any(running not in only for running in self._open.values())
-
-    def read_again(self) -> None:
-        """Drop the keys and values of what runs, so that it is read again; the caller holds :attr:`step_lock`."""
-        self._again += self.decoder.empty()
-
-    @asynccontextmanager
-    async def between_steps(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Hold the step lock; with ``"wait"``, requests in flight finish first, and new ones wait."""
-        try:
-            if mode == "wait":
-                self._draining = draining = set(self._open.values())
-                self._changed.set()
-                for running in draining:
-                    await running.over.wait()
-            async with self.step_lock:
-                yield
-        finally:
-            self._draining = None
-            self._changed.set()
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-# New weights in an engine over plain transformers: fetched and checked while it serves, loaded between two steps.
-#
-# The model object stays, its tensors are exchanged. A version is loaded by transformers' own loader, which stacks a
-# checkpoint's experts, into a second model; that lasts for a moment, and so does the memory of both. New weights must
-# pass the weight check before a token is made with them: if they fail, the old ones are put back, and no request has
-# noticed.
-
+# -- new weights -------------------------------------------------------------------------------------------------------
 
 TRANSPORTS = ("memmap", "gloo")
 PROBE_IDS = (0, 0)
@@ -352,12 +328,16 @@ class OnlyWorker:
 
 
 class EngineWeights:
-    """The weights of one engine."""
+    """The weights of one engine: new ones are fetched and checked while it serves, and loaded between two steps.
 
-    def __init__(
-        self, model: PreTrainedModel, source: str, requests: EngineRequests, known: Mapping[str, Iterable[str]]
-    ) -> None:
-        self._model, self._source, self._requests, self._known = model, source, requests, known
+    The model object stays, its tensors are exchanged. A version is loaded by transformers' own loader, which stacks a
+    checkpoint's experts, into a second model; that lasts for a moment, and so does the memory of both. New weights must
+    pass the weight check before a token is made with them: if they fail, the old ones are put back, and no request has
+    noticed.
+    """
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine, self._model = engine, engine.decoder.model
         self._receiver: Receiver | None = None
         self._reader: WeightStoreReader | None = None
         self._expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
@@ -371,7 +351,9 @@ class EngineWeights:
         self.close()
         self._receiver = open_receiver(transport, options, OnlyWorker())
         self._reader = WeightStoreReader(str(options["folder"])) if transport == "memmap" else None
-        self._expected = await asyncio.to_thread(lambda: checkpoint_metadata(checkpoint_folder(self._source)))
+        self._expected = await asyncio.to_thread(
+            lambda: checkpoint_metadata(checkpoint_folder(self._engine.info.model))
+        )
 
     def _open(self) -> Receiver:
         if self._receiver is None:
@@ -379,7 +361,6 @@ class EngineWeights:
         return self._receiver
 
     async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Fetch a version and check it, while requests run."""
         receiver, started = self._open(), time.perf_counter()
         found = await asyncio.to_thread(self._fetch, receiver, version, verify == "digest", threads, manifest)
         self._staged, seconds = found, time.perf_counter() - started
@@ -399,24 +380,27 @@ class EngineWeights:
         """Serve a version that was staged. Never raises for a failed update: the old weights serve on."""
         del patience
         started = time.perf_counter()
-        if pause == "wait" and self._requests.is_frozen:
+        if pause == "wait" and self._engine.is_frozen:
             error = "the engine is paused with requests in flight, which cannot finish: resume() it first"
             return SwapReport(started=False, error=error)
-        async with self._requests.between_steps(pause):
+        async with self._engine.between_steps(pause):
             paused = time.perf_counter()
-            load = self._requests.compute(self._load, version, canary)
-            (error_or_none,) = await asyncio.gather(load, return_exceptions=True)
-            done = time.perf_counter()
-            if error_or_none is None:
-                self._requests.version = version
+            failure = None
+            try:
+                await self._engine.compute(self._load, version, canary)
+            except Exception as error:  # noqa: BLE001  whatever it is: it is reported, and the old weights serve on
+                failure = f"{type(error).__name__}: {error}"
+            else:
+                self._engine.version = version
                 if clear_cache or pause == "abort":
-                    self._requests.read_again()
+                    self._engine.read_again()
+            done = time.perf_counter()
         return SwapReport(
-            started=error_or_none is None,
+            started=failure is None,
             pausing_seconds=paused - started,
             loading_seconds=done - paused,
             paused_seconds=done - started,
-            error=None if error_or_none is None else f"{type(error_or_none).__name__}: {error_or_none}",
+            error=failure,
         )
 
     def _load(self, version: int, canary: Mapping[str, Any] | None) -> None:
@@ -425,7 +409,7 @@ class EngineWeights:
         if staged is None or staged.version != version:
             raise WeightSyncError(f"version {version} is not what was staged last")
         with self._open().reading(staged) as tensors:
-            before = exchange(self._model, tensors, self._known)
+            before = exchange(self._model, tensors, self._engine.loaded.report)
         try:
             self._prove(canary)
         except BaseException:
@@ -434,7 +418,7 @@ class EngineWeights:
 
     def _prove(self, canary: Mapping[str, Any] | None) -> None:
         ids = PROBE_IDS if canary is None else canary["token_ids"]
-        scores = self._requests.decoder.score(ids, Scoring())[1:]
+        scores = self._engine.decoder.score(ids, Scoring())[1:]
         if not np.isfinite(scores).all():
             raise WeightSyncError("the new weights give a log-prob that is not a number")
         if canary is not None:
@@ -480,12 +464,10 @@ def _put(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
             tensor.data = state[name].to(tensor.device)
 
 
-# The program: last, since running it needs all that is defined above.
+# -- the program -------------------------------------------------------------------------------------------------------
 
 
 async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
-    from torchrl_moe.modules.backends.transformers.loading import load
-
     return EngineProcess(load(build_engine_args(arguments)), inbox, send)
 
 
@@ -495,10 +477,7 @@ def run(stream: SocketStream, driver_is_gone: Callable[[], bool]) -> None:
 
 
 def preload() -> str:
-    """Import what an engine process imports; none of it keeps a process from being forked."""
-    from torchrl_moe.modules.backends.transformers import loading
-
-    del loading
+    """Return why a process that has imported this may not be forked: nothing is against it."""
     return ""
 
 
