@@ -12,7 +12,6 @@ import math
 import random
 import socket
 import sys
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,19 +44,13 @@ from torchrl_moe.modules.serving.requests import (
     Placement,
     PromptBatch,
     SamplingParams,
-    check_resume,
     check_service,
     check_timeout,
-    common_request,
-    integers,
-    make_request,
+    make_requests,
     normalise_prompts,
     placements,
-    request_ids_each,
-    rows_each,
     scores_of,
     scorings,
-    whole,
 )
 from torchrl_moe.modules.serving.stats import (
     SHOWN_REPLICAS,
@@ -78,32 +71,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The progress bar of a call.
-
-
-class Progress:
+class Progress(tqdm):
     """A bar with tokens per second."""
 
-    def __init__(self, total: int, shown: bool, what: str = "generate") -> None:
-        self._bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
-        self._shown = not self._bar.disable
-        self._tokens = 0
-        self._started = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+    tokens = 0
 
     def add(self, completion: Completion) -> None:
         """Count a finished request; from any thread, one at a time."""
-        if not self._shown:
+        if self.disable:
             return
-        self._tokens += sum(len(output.token_ids) for output in completion.outputs)
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{self._tokens / seconds:.0f} tok/s", refresh=False)
-        self._bar.update()
+        self.tokens += sum(len(output.token_ids) for output in completion.outputs)
+        seconds = max(self.format_dict["elapsed"], 1e-9)
+        self.set_postfix_str(f"{self.tokens / seconds:.0f} tok/s", refresh=False)
+        self.update()
 
 
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
@@ -345,8 +325,17 @@ class GenerationService:
             raise ValueError(
                 "prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request."
             )
-        options = lora_request, guided_options_request, return_routed_experts, on_resume
-        requests = self._requests(batch, sampling_params, options, request_ids, priority, routed_experts)
+        requests = self._requests(
+            batch,
+            sampling_params,
+            request_ids=request_ids,
+            priority=priority,
+            routed_experts=routed_experts,
+            lora_request=lora_request,
+            guided_options=guided_options_request,
+            return_routed_experts=return_routed_experts,
+            on_resume=on_resume,
+        )
         where = placements(
             len(requests),
             actor_index=actor_index,
@@ -358,33 +347,16 @@ class GenerationService:
         completions = self._run(requests, where, timeout_seconds, use_tqdm)
         return completions[0] if batch.single else completions
 
-    def _requests(
-        self,
-        batch: PromptBatch,
-        sampling_params: SamplingParams | None,
-        options: tuple[LoRA | None, GuidedOptions | None, bool, OnResume | None],
-        request_ids: object,
-        priority: object,
-        routed_experts: object,
-    ) -> list[Request]:
-        """Return the requests of a call, checked as far as can be here."""
-        count = len(batch.prompts)
-        ids = request_ids_each(request_ids, count) or [self._new_id() for _ in batch.prompts]
-        params = self.sampling_params if sampling_params is None else sampling_params
-        common = common_request(count, self._longest, params, *options)
-        turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
-        requests = [
-            make_request(prompt, common, request_id=name, priority=turn, routed_experts=followed)
-            for prompt, name, turn, followed in zip(batch.prompts, ids, turns, rows, strict=True)
-        ]
-        layout = self.routing_layout
-        for position, request in enumerate(requests):
-            check_resume(request, position, layout)
-        return requests
-
-    @property
-    def _longest(self) -> int | None:
-        return min((info.max_model_len for info in self.infos), default=None)
+    def _requests(self, batch: PromptBatch, sampling_params: SamplingParams | None, **arguments: Any) -> list[Request]:
+        """Return the requests of a call; the other arguments are those of :func:`make_requests`."""
+        return make_requests(
+            batch,
+            self.sampling_params if sampling_params is None else sampling_params,
+            new_id=lambda: f"{self._id_prefix}-{next(self._ids)}",
+            longest=min(info.max_model_len for info in self.infos),
+            layout=self.infos[0].layout,
+            **arguments,
+        )
 
     def _run(
         self,
@@ -395,12 +367,12 @@ class GenerationService:
         what: str = "generate",
     ) -> list[Completion]:
         """Run requests to their end, and wait."""
-        timeout = check_timeout(timeout_seconds)
+        call = Call(self.load_balancer, requests, where, check_timeout(timeout_seconds))
         check_bool("use_tqdm", use_tqdm)
-        done = [given for request in requests if (given := whole(request)) is not None]
-        asked = len(requests) - len(done)
-        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm, what) as progress:
-            completions = self._dispatcher.run(Call(self.load_balancer, requests, where, timeout, progress.add))
+        bar = Progress(total=call.unfinished, desc=what, unit="req", disable=None if use_tqdm else True)
+        with self.metrics.call(call.unfinished, call.whole) as finished, bar:
+            call.finished = bar.add
+            completions = self._dispatcher.run(call)
             finished(completions)
         return completions
 
@@ -446,18 +418,17 @@ class GenerationService:
         """
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)
-        count, rows = len(batch.prompts), rows_each(routed_experts, batch)
-        common = common_request(count, self._longest, ONE_TOKEN, lora_request, return_routed_experts=False)
-        requests = [
-            make_request(prompt, common, request_id=self._new_id(), routed_experts=followed, scoring=scoring)
-            for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
-        ]
-        where = placements(count, actor_index=actor_index, min_version=min_version)
+        requests = self._requests(
+            batch,
+            ONE_TOKEN,
+            routed_experts=routed_experts,
+            scorings=scorings(batch, temperature, kept),
+            lora_request=lora_request,
+            return_routed_experts=False,
+        )
+        where = placements(len(requests), actor_index=actor_index, min_version=min_version)
         scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm, what="score"))
         return scores[0] if batch.single else scores
-
-    def _new_id(self) -> str:
-        return f"{self._id_prefix}-{next(self._ids)}"
 
     async def agenerate(
         self,
@@ -497,11 +468,19 @@ class GenerationService:
         batch = normalise_prompts(prompt, prompt_token_ids, resume)
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
-        options = lora_request, guided_options_request, return_routed_experts, on_resume
-        (request,) = self._requests(batch, sampling_params, options, request_id, priority, routed_experts)
+        (request,) = self._requests(
+            batch,
+            sampling_params,
+            request_ids=request_id,
+            priority=priority,
+            routed_experts=routed_experts,
+            lora_request=lora_request,
+            guided_options=guided_options_request,
+            return_routed_experts=return_routed_experts,
+            on_resume=on_resume,
+        )
         if on_part is not None:
             request = replace(request, stream=True)
-        done = [] if (given := whole(request)) is None else [given]
         where = placements(
             1,
             actor_index=actor_index,
@@ -511,7 +490,7 @@ class GenerationService:
             request_context=request_context,
         )
         call = Call(self.load_balancer, [request], where, check_timeout(timeout_seconds))
-        with self.metrics.call(1 - len(done), done) as finished:
+        with self.metrics.call(call.unfinished, call.whole) as finished:
             completions = await self._dispatcher.run_async(call, on_part)
             finished(completions)
         return completions[0]

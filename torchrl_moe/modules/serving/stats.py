@@ -8,7 +8,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -128,7 +128,7 @@ SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 BOUNDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
 MOST_RECENT = 2048
 
-Finished: TypeAlias = Callable[[Sequence[Completion]], None]
+Finished: TypeAlias = Callable[[Sequence[Completion]], object]
 
 
 class Histogram:
@@ -180,11 +180,14 @@ class Metrics:
         before = set(map(id, whole))
         self.count("requests", requests)
         try:
-            yield lambda completions: self._finish([one for one in completions if id(one) not in before])
+            yield lambda completions: self._finish(completions, before)
         except EngineError as error:
-            done = [one for one in error.partial if not one.aborted and id(one) not in before]
-            self._finish(done)
-            self.count(_outcome(error), requests - len(done))
+            done = self._finish([one for one in error.partial if not one.aborted], before)
+            if isinstance(error, RequestRefusedError):
+                outcome = "refused"
+            else:
+                outcome = "timed_out" if isinstance(error, GenerationTimeout) else "failed"
+            self.count(outcome, requests - done)
             raise
         except ValueError:
             self.count("refused", requests)
@@ -193,11 +196,16 @@ class Metrics:
             self.count("aborted", requests)
             raise
 
-    def _finish(self, completions: Sequence[Completion]) -> None:
+    def _finish(self, completions: Sequence[Completion], before: Container[int]) -> int:
+        """Count completions, without those that were whole ``before``, and return how many."""
         if not self.enabled:
-            return
+            return 0
+        done = 0
         with self._lock:
             for completion in completions:
+                if id(completion) in before:
+                    continue
+                done += 1
                 self._counts["aborted" if completion.aborted else "completed"] += 1
                 if completion.prompt_logprobs is None:  # else it was scored, and its one token is dropped
                     self._counts["sequences"] += len(completion.outputs)
@@ -207,6 +215,7 @@ class Metrics:
                 self._counts["generation_seconds"] += completion.metrics.total_seconds
                 for name, histogram in self._histograms.items():
                     histogram.add(getattr(completion.metrics, name))
+        return done
 
     def summary(self) -> dict[str, float]:
         """Return all counters, and p50, p90, p99 of the seconds of the last 2048 requests, for a logger.
@@ -225,13 +234,6 @@ class Metrics:
         """Return, by name, how many values fell in each bucket of ``BOUNDS`` and above, and the sum of all."""
         with self._lock:
             return {name: (list(h.counts), h.total) for name, h in self._histograms.items()}
-
-
-def _outcome(error: EngineError) -> str:
-    """Return the outcome of a call's unfinished requests when it ends with an error."""
-    if isinstance(error, RequestRefusedError):
-        return "refused"
-    return "timed_out" if isinstance(error, GenerationTimeout) else "failed"
 
 
 # Stats as tables: one row per replica, with counts that continue across its restarts.
