@@ -282,7 +282,7 @@ class AsyncVLLM(GenerationService):
     def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
         """Wait for a replica."""
         try:
-            self._fleet.wait_ready(entry, max(deadline - time.monotonic(), 0.0))
+            self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
         except ReplicaDiedError:
             raise
         except EngineError as error:

@@ -274,22 +274,9 @@ def make_requests(
     return_routed_experts: bool = True,
     on_resume: OnResume | None = None,
 ) -> list[Request]:
-    """Return the requests of a call, checked as far as can be without an engine.
+    """Return the requests of a call, checked; ``longest`` and ``layout``: the engine's ``max_model_len`` and routers.
 
-    Args:
-        batch: the prompts.
-        sampling_params: of all, as the user gave them.
-        new_id: makes ids, where ``request_ids`` has none.
-        longest: the engine's ``max_model_len``.
-        layout: of the engine's routers.
-        request_ids: see :meth:`GenerationService.generate`, as for those that follow.
-        priority: one for all, or one per prompt.
-        routed_experts: one array for one prompt, else a list.
-        scorings: how tokens are scored, one per prompt; ``None``: they are not.
-        lora_request: of all.
-        guided_options: of all.
-        return_routed_experts: of all.
-        on_resume: of all.
+    ``new_id`` makes the ids that the caller did not give.
     """
     count = len(batch.prompts)
     ids = request_ids_each(request_ids, count) or [new_id() for _ in batch.prompts]

@@ -522,6 +522,7 @@ class GenerationService:
         self._check_running("pause")
         check_bool("clear_cache", clear_cache)
         _check_seconds(timeout_seconds)
+        _check_mode(mode)
         self._fleet.pause(mode, clear_cache, timeout_seconds)
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
@@ -549,6 +550,7 @@ class GenerationService:
         self._check_running("sleep")
         check_number("level", level, 1, 2, whole=True)
         _check_seconds(timeout_seconds)
+        _check_mode(mode)
         self._fleet.sleep(level, mode, timeout_seconds)
 
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout_seconds: float = CALL_SECONDS) -> None:
@@ -890,6 +892,11 @@ def _ask(entry: TableEntry, seconds: float) -> ReplicaStats | None:
     except EngineError:  # busy, or dying: others find that out
         return last
     return stats
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("keep", "wait", "abort"):
+        raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
 
 
 def _check_seconds(seconds: object, none: bool = False) -> None:
