@@ -7,6 +7,7 @@ Replicas send their stats by themselves; only ``stats`` and ``get_cache_usage`` 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -273,15 +274,14 @@ class GenerationService:
 
         Args:
             prompts: text, token ids (a list of ints is one prompt), ``TextPrompt``, ``TokensPrompt``, or a list.
-            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object, used as it is; default:
-                the service's.
+            sampling_params: vLLM's ``SamplingParams``, or a mapping of its fields, used as it is; default: the
+                service's.
             prompt_token_ids: the same as ``prompts``, for token ids.
             resume: instead of prompts: completions to finish, such as an error's ``.partial``. Complete ones are
-                returned unchanged. The others continue after their last tokens, answer by answer, under new request
-                ids, and look as if never cut. An answer without tokens, or with parameters that depend on where it
-                started (a grammar, penalties), starts again. Pass the other arguments of the original call:
-                ``max_tokens`` includes the existing tokens.
-            use_tqdm: whether to show a progress bar, on a terminal or in a notebook; a log file gets none.
+                returned unchanged. The others continue after their last tokens, under new request ids, and look as if
+                never cut; answers without tokens, or with parameters that depend on where they started (a grammar,
+                penalties), start again. Pass the other arguments of the original call.
+            use_tqdm: whether to show a progress bar, on a terminal or in a notebook.
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
@@ -293,16 +293,15 @@ class GenerationService:
                 ``scheduling_policy="priority"``. This and the next two: one for all, or one per prompt.
             min_version: the oldest weight version that is acceptable.
             request_context: input for your own balancing strategies.
-            group_ids: one per prompt, like ``session_ids``; 3 and ``"3"`` are one group. All requests of a group go to
-                one weight version.
+            group_ids: one per prompt, like ``session_ids``; all requests of a group go to one weight version.
             return_routed_experts: whether to return the routes; evaluation does not need them.
-            routed_experts: for a prompt of token ids: the experts ``[rows, L, K]`` that its first tokens follow, -1 in
+            routed_experts: the experts ``[rows, L, K]`` that the first tokens of a prompt of token ids follow, -1 in
                 rows that the model routes; for several prompts a list, with ``None`` for those without. With ``resume``
                 they apply to answers without tokens; the others follow their recorded experts.
             on_resume: how an answer that is resumed, after a weight swap, a preemption or by ``resume``, re-reads its
                 first part: ``"forced"``, with the experts that it was sampled with, or ``"live"``, as the model then
-                routes it. Default: forced where the engine can; else
-                ``infos[i].forced_routing_unavailable_reason`` has the reason.
+                routes it. Default: forced where the engine can; ``infos[i].forced_routing_unavailable_reason`` says why
+                it cannot.
 
         Returns:
             One :class:`~torchrl_moe.modules.backends.replica.Completion` for one prompt, else a list in input order.
@@ -312,9 +311,9 @@ class GenerationService:
             ValueError: bad prompts, a list with another number of entries, or request ids that are in flight.
             TypeError: a prompt, or an entry of a list, of a wrong type.
             RequestRefusedError: the engine refused a request; raised once the others have finished.
-            GenerationTimeout: some requests did not finish in time and were aborted. Here, in the errors below and in
-                a Ctrl-C's ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order:
-                complete if it had finished, else with its tokens so far.
+            GenerationTimeout: some requests did not finish in time and were aborted. Here, in the errors below and in a
+                Ctrl-C's ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order: complete
+                if it had finished, else with its tokens so far.
             NoReplicaError: no replica serves, and none will in time.
             StaleReplicaError: no replica holds the version asked for, and none will in time.
             ReplicaDiedError: too many replicas died under a request, or the one of ``actor_index`` did.
@@ -391,11 +390,8 @@ class GenerationService:
     ) -> Tensor | list[Tensor]:
         """Return the log-probs of given tokens under the engine's current weights, without gradients.
 
-        Old log-probs can so come from a running replica, and those of a reference policy from a second engine that is
-        never updated, instead of from a second model in the trainer.
-
         Args:
-            tokens: ids of one sequence, or a list of sequences.
+            tokens: ids of one sequence, or a list of sequences, each shorter than the engine's ``max_model_len``.
             routed_experts: the experts that tokens follow, as in :meth:`generate`; else the model routes.
             temperature: at which they were sampled, for all sequences or for each.
             kept: the ids that each token was sampled from, ``KeptTokens``; for several sequences a list, with ``None``
@@ -407,8 +403,7 @@ class GenerationService:
             use_tqdm: whether to show a progress bar, as in :meth:`generate`.
 
         Returns:
-            float32 ``[T]``, of token t given those before it, NaN for the first; for several sequences a list. A
-            sequence must be a token shorter than the engine's ``max_model_len``.
+            float32 ``[T]``, of token t given those before it, NaN for the first; for several sequences a list.
 
         Raises:
             ValueError: text, a temperature that is not positive, or another number of entries than of sequences.
@@ -458,11 +453,11 @@ class GenerationService:
         ``finish_reason="abort"``.
 
         ``on_part`` is called in this event loop with what the answers gain, at most 20 times a second: a completion
-        that is not ``finished``, whose answers hold new tokens, their text, log-probs and versions. No token comes
-        twice, and the completion that is returned begins with them, whatever happens to replicas and weights meanwhile.
-        Text may hold the beginning of a stop string, which the whole answer then lacks. What would start again if a
-        weight update cut it (a grammar, penalties, bad words) comes with the whole answer only, as does each answer's
-        end, and everything from an engine that has no parts.
+        that is not ``finished``, with new tokens, their text, log-probs and versions. No token comes twice, and the
+        completion that is returned begins with them, whatever happens to replicas and weights meanwhile. Text may hold
+        the beginning of a stop string, which the whole answer then lacks. What would start again if a weight update cut
+        it (a grammar, penalties, bad words) comes with the whole answer only, as does each answer's end, and everything
+        from an engine that has no parts.
         """
         self._check_running("agenerate")
         batch = normalise_prompts(prompt, prompt_token_ids, resume)
@@ -626,11 +621,11 @@ class GenerationService:
         trust this process. Names and layouts are vLLM's: fused projections, packed experts.
 
         Args:
-            function: the check.
+            function: the check; it returns plain data.
             actor_index: the one replica to run it in; default: all.
 
         Returns:
-            What the function returned, which must be plain data: one list per replica, with one value per worker.
+            What the function returned: one list per replica, with one value per worker.
 
         Raises:
             EngineError: the function raised; the message ends with its error.
@@ -728,19 +723,26 @@ class GenerationService:
         return [_cache_usage(entry) for entry in self.replica_table]
 
     def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, object]]:
-        """Return one flat dictionary per replica: state, version, and its engine's current stats.
+        """Return one flat dictionary per replica: state, version, and its engine's stats, counted since its start.
 
         All are queried at the same time. One that does not answer shows the stats that it sent last; a dead one shows
-        no engine stats. ``supervisor_error`` is ``None`` while deaths and stalls are being detected. Counts start with
-        its engine; see :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
+        no engine stats. ``supervisor_error`` is ``None`` while deaths and stalls are being detected. The fields are
+        those of :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
         """
         self._check_running("stats")
         _check_seconds(timeout_seconds)
         self._fleet.note_deaths()
         entries = list(self.replica_table)
+
+        def row(entry: TableEntry) -> dict[str, object]:
+            stats: ReplicaStats | None = None if entry.state is ReplicaState.DEAD else entry.replica.last_stats
+            if entry.state not in SILENT:
+                with contextlib.suppress(EngineError):  # busy, or dying: others find that out
+                    stats = entry.replica.call(Engine.stats, timeout_seconds)
+            return replica_row(entry, stats)
+
         with ThreadPoolExecutor(min(len(entries), MOST_THREADS)) as pool:
-            stats = pool.map(lambda entry: _ask(entry, timeout_seconds), entries)
-            rows = [replica_row(entry, own) for entry, own in zip(entries, stats, strict=True)]
+            rows = list(pool.map(row, entries))
         return [{**row, "supervisor_error": self._fleet.supervisor_error} for row in rows]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -754,7 +756,7 @@ class GenerationService:
             ImportError: ``prometheus_client`` is not installed; the message names the extra.
         """
         self._check_running("prometheus")
-        return prometheus_text(self._collector())
+        return prometheus_text(ServiceCollector(self.replica_table, self._totals, self.metrics))
 
     def register_prometheus(self, registry: CollectorRegistry) -> ServiceCollector:
         """Add this service to a ``prometheus_client`` registry; return the collector, to unregister it.
@@ -764,12 +766,9 @@ class GenerationService:
             ValueError: the registry has a service already; give each one its own.
         """
         self._check_running("register_prometheus")
-        collector = self._collector()
+        collector = ServiceCollector(self.replica_table, self._totals, self.metrics)
         registry.register(collector)
         return collector
-
-    def _collector(self) -> ServiceCollector:
-        return ServiceCollector(self.replica_table, self._totals, self.metrics)
 
     def log_paths(self) -> list[Path | None]:
         """Return each replica's log file on this machine; ``None`` if it is not started, or runs elsewhere."""
@@ -812,8 +811,9 @@ class GenerationService:
     def __repr__(self) -> str:
         entries = list(self.replica_table)
         lines = [self._title(), *(f"  {describe(entry)}" for entry in entries[:SHOWN_REPLICAS])]
-        hidden = len(entries) - SHOWN_REPLICAS
-        return "\n".join([*lines, *([f"  and {hidden} more"] if hidden > 0 else [])])
+        if len(entries) > SHOWN_REPLICAS:
+            lines.append(f"  and {len(entries) - SHOWN_REPLICAS} more")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return service_html(self._title(), list(self.replica_table), self._totals)
@@ -879,19 +879,6 @@ class GenerationService:
 
 def _cache_usage(entry: TableEntry) -> float:
     return math.nan if entry.state in SILENT else float(entry.replica.call(Engine.stats, CALL_SECONDS).cache_usage)
-
-
-def _ask(entry: TableEntry, seconds: float) -> ReplicaStats | None:
-    if entry.state is ReplicaState.DEAD:
-        return None
-    last: ReplicaStats | None = entry.replica.last_stats
-    if entry.state is ReplicaState.STARTING:
-        return last
-    try:
-        stats: ReplicaStats = entry.replica.call(Engine.stats, seconds)
-    except EngineError:  # busy, or dying: others find that out
-        return last
-    return stats
 
 
 def _check_mode(mode: str) -> None:

@@ -483,9 +483,9 @@ class PrefixAware(Strategy):
             match = None
             if (found := prompt_bytes(context.prompt)) is not None:
                 data, seed = found
-                keys = prompt_keys(
-                    data if self.prefix_length is None else data[: self.prefix_length * TOKEN_BYTES], seed
-                )
+                if self.prefix_length is not None:
+                    data = data[: self.prefix_length * TOKEN_BYTES]
+                keys = prompt_keys(data, seed)
                 match = (keys, *self.index.match(keys))
             self._last = (context, match)
         return self._last[1]
