@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
     from torchrl_moe.modules.serving.balancer import Lease as Lease
     from torchrl_moe.modules.serving.balancer import LoadBalancer as LoadBalancer
-    from torchrl_moe.modules.serving.candidates import FaultPolicy as FaultPolicy
+    from torchrl_moe.modules.serving.replica_table import FaultPolicy as FaultPolicy
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -44,7 +44,7 @@ else:
             "Bisection": ".policies.bisect",
             "ChatHistory": "torchrl.modules.llm",
             "EngineTrace": ".policies.bisect",
-            "FaultPolicy": ".serving.candidates",
+            "FaultPolicy": ".serving.replica_table",
             "LLMWrapperBase": "torchrl.modules.llm",
             "Lease": ".serving.balancer",
             "LoadBalancer": ".serving.balancer",

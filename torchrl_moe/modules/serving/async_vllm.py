@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from tqdm.auto import tqdm
 
-from torchrl_moe._checks import check_bool
+from torchrl_moe._checks import check_bool, shown
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
@@ -30,13 +29,13 @@ from torchrl_moe.modules.serving.launch import (
     EngineName,
     ReplicaFactory,
     check_backend,
-    check_log_folder,
     default_timeout,
     local_factory,
     pretrained_arguments,
     ray_factory,
     ray_service,
 )
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
 from torchrl_moe.modules.serving.service import GenerationService
 
@@ -113,7 +112,8 @@ class AsyncVLLM(GenerationService):
     ) -> None:
         check_service(sampling_params, metrics, max_concurrent_requests, faults)
         check_bool("verbose", verbose)
-        check_log_folder(log_folder)
+        if not isinstance(log_folder, str | os.PathLike | None):
+            raise ValueError(f"log_folder must be a path, or None, got {shown(log_folder)}.")
         kind = engine_kind(engine)
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
         check_backend(backend, num_replicas, devices, actor_class, **of_ray)
@@ -260,24 +260,20 @@ class AsyncVLLM(GenerationService):
             from torchrl_moe.modules.backends.ray.cluster import check_free
 
             check_free(self.name, self._service.namespace)
+        deadline, total = time.monotonic() + seconds, self.num_replicas
         try:
-            self._start_all(seconds)
+            for entry in self.replica_table:
+                entry.replica.start()
+            # disable=None: a bar on a terminal and in a notebook, silence in a log file
+            for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
+                self._wait(entry, deadline, seconds)
+                self._fleet.serve(entry)
         except BaseException:
             self.shutdown()
             raise
         self._running = True
         self._fleet.supervise()
         return self
-
-    def _start_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            entry.replica.start()
-        # disable=None: a bar on a terminal and in a notebook, silence in a log file
-        total = self.num_replicas
-        for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
-            self._wait(entry, deadline, seconds)
-            self._fleet.serve(entry)
 
     def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
         """Wait for a replica."""
@@ -340,31 +336,30 @@ class AsyncVLLM(GenerationService):
             sampling_params=sampling_params,
             faults=FaultPolicy(restart=False, probe=math.inf),
         )
+        seconds = default_timeout() if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + seconds
         try:
-            self._join(default_timeout() if timeout_seconds is None else timeout_seconds)
+            for entry in self.replica_table:
+                cast(Any, entry.replica).join()  # a replica in Ray
+            for entry in self.replica_table:
+                try:
+                    self._wait(entry, deadline, seconds)
+                    version = entry.replica.call(Engine.weights_version, CALL_SECONDS)
+                    self.replica_table.set_version(entry.index, version)
+                except ReplicaDiedError as error:
+                    self.replica_table.mark_dead(entry.index, str(error))
+            if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
+                raise NoReplicaError(
+                    f"service {service.name!r}: no replica is alive. {self.replica_table[0].last_error}"
+                )
+            self._fleet.supervise()
+            for entry in self.replica_table:
+                if entry.state is not ReplicaState.DEAD:
+                    self._fleet.serve(entry)
+            self._running = True
         except BaseException:
             self.disconnect()
             raise
-
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            cast(Any, entry.replica).join()  # a replica in Ray
-        for entry in self.replica_table:
-            try:
-                self._wait(entry, deadline, seconds)
-                self.replica_table.set_version(entry.index, entry.replica.call(Engine.weights_version, CALL_SECONDS))
-            except ReplicaDiedError as error:
-                self.replica_table.mark_dead(entry.index, str(error))
-        if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
-            raise NoReplicaError(
-                f"service {self._service.name!r}: no replica is alive. {self.replica_table[0].last_error}"
-            )
-        self._fleet.supervise()
-        for entry in self.replica_table:
-            if entry.state is not ReplicaState.DEAD:
-                self._fleet.serve(entry)
-        self._running = True
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
         """Start more replicas; see :meth:`GenerationService.add_replicas`. A named service cannot have more.

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Never, cast
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import Candidates, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.strategies import (
     DEFAULT_HIERARCHY,
     OVERLOAD_THRESHOLD,

@@ -29,7 +29,7 @@ from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Replica, joined, nothing_yet
 from torchrl_moe.modules.serving.balancer import Lease
-from torchrl_moe.modules.serving.event_loop import EventLoop, tell, wake
+from torchrl_moe.modules.serving.event_loop import EventLoop, end_wait, tell
 from torchrl_moe.modules.serving.in_flight import (
     ALONE_SECONDS,
     Call,
@@ -169,8 +169,8 @@ class Dispatcher:
         ``on_part`` is called there with what comes before the end.
         """
         loop = asyncio.get_running_loop()
-        over = loop.create_future()
-        call.on_over = partial(wake, loop, over)
+        over: asyncio.Future[None] = loop.create_future()
+        call.on_over = partial(tell, loop, end_wait, over)
         if on_part is not None:
             call.on_part = partial(tell, loop, on_part)
         if not self._loop.call(self._begin, call):

@@ -202,18 +202,13 @@ async def in_thread(name: str, function: Callable[[*Arguments], T], *arguments: 
     return await asyncio.wrap_future(future)
 
 
-def wake(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None]) -> None:
-    """End a wait in another loop, from any thread. Nothing happens if that loop was closed under its own tasks."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_end_wait, waiting)
-
-
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], value: T) -> None:
-    """Call a function in another loop, from any thread, as :func:`wake` does; calls keep their order."""
+    """Call a function in another loop, from any thread, in the order of calls; nothing happens if it was closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, value)
 
 
-def _end_wait(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():  # cancelled
+def end_wait(waiting: asyncio.Future[None]) -> None:
+    """End a wait in this loop, unless it was cancelled."""
+    if not waiting.done():
         waiting.set_result(None)

@@ -22,9 +22,15 @@ from typing import TypeVar
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, Replica, ReplicaInfo
-from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop, NoThreadError, in_thread
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import (
+    GONE,
+    FaultPolicy,
+    Recovery,
+    ReplicaState,
+    ReplicaTable,
+    TableEntry,
+)
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request, nothing_yet
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import GONE, Recovery, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.requests import Placement, whole
 
 

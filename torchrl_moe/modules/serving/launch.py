@@ -70,14 +70,13 @@ class DeviceSets:
     ) -> None:
         self._visible, self._per_replica, self._listed = visible_devices(), per_replica, listed
         self._of_trainer = [self._visible[index] for index in devices_of_trainer()] if self._visible else []
-        named = None if devices is None else _named(devices, self._visible, num_replicas, per_replica)
-        taken = set(self._of_trainer if named is None else itertools.chain(self._of_trainer, *named))
+        named = [] if devices is None else _named(devices, self._visible, num_replicas, per_replica)
+        taken = {*self._of_trainer, *itertools.chain(*named)}
         free = [name for name in self._visible if name not in taken]
         left = [free[at : at + per_replica] for at in range(0, len(free) - per_replica + 1, per_replica)]
-        self._sets = [",".join(names) for names in [*(named or []), *left]]
-        self._places: dict[int, int] = {}  # which set a replica has
+        self._sets = [",".join(names) for names in [*named, *left]]
         self._check(num_replicas)
-        self._places = {index: index for index in range(num_replicas)}
+        self._places = {index: index for index in range(num_replicas)}  # which set a replica has
 
     def of(self, index: int) -> str | None:
         """Return a replica's devices, as a value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
@@ -227,11 +226,6 @@ def check_backend(
             f"devices={devices!r} given with backend='ray': Ray chooses devices, on any node. Pass what a replica "
             "needs there as resources=, such as {'GPU': 1, 'a-custom-resource': 1}"
         )
-
-
-def check_log_folder(folder: object) -> None:
-    if not isinstance(folder, str | os.PathLike | None):
-        raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
 
 
 def default_timeout() -> float:

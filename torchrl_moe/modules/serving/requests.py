@@ -21,7 +21,7 @@ from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request, Scoring
 from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
-from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 
 if TYPE_CHECKING:
     import vllm

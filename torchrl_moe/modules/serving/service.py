@@ -33,11 +33,11 @@ from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds, load_token
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, OnResume, PauseMode, Replica, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import WEIGHTS, ActorHandle, LoadBalancer
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.dispatch import Admission, Dispatcher
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS, SILENT, Fleet
 from torchrl_moe.modules.serving.in_flight import Call
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.requests import (
     ONE_TOKEN,
     GuidedOptions,

@@ -17,8 +17,7 @@ import numpy as np
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats
-from torchrl_moe.modules.serving.candidates import ReplicaState, TableEntry
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.render.tables import html_table
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 
 # Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
 #
-# A replica's metrics are rows of ``stats()``; the service's own are counted by
-# :class:`~torchrl_moe.modules.serving.stats.Metrics`.
+# A replica's metrics are rows of ``stats()``; the service's own are counted by :class:`Metrics`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,61 +289,37 @@ HEADER = ("replica", "state", "version", "in flight", "running", "queued", "KV u
 
 def service_html(title: str, entries: Sequence[TableEntry], totals: Totals) -> str:
     """Return a table of the replicas as HTML: the first 16 of them, and a row for all."""
-    done = [totals.of(entry) for entry in entries]
+    done = [int(totals.of(entry)["requests"]) for entry in entries]
     alive = [entry.replica.last_stats if entry.state is not ReplicaState.DEAD else None for entry in entries]
+    rows = []
+    for entry, stats, requests in zip(entries[:SHOWN_REPLICAS], alive, done, strict=False):
+        row = [f"#{entry.index}", _state(entry), f"{entry.version}", f"{entry.inflight}"]
+        if stats is None:
+            row += ["–"] * 5
+        else:
+            row += [f"{stats.running}", f"{stats.waiting}", f"{stats.cache_usage:.0%}", f"{stats.hit_rate:.0%}"]
+            row += [f"{stats.tokens_per_second:,.0f}"]
+        error = (entry.last_error or "").partition("\n")[0][:SHOWN_ERROR_CHARACTERS]
+        rows.append([*row, f"{requests:,}", f"{entry.restarts}", error])
     known = [stats or ReplicaStats() for stats in alive]
-    rows = [
-        _cells(entry, stats, int(counts["requests"]))
-        for entry, stats, counts in zip(entries[:SHOWN_REPLICAS], alive, done, strict=False)
-    ]
-    queries = sum(stats.cache_queries for stats in known)
+    versions, queries = [entry.version for entry in entries], sum(stats.cache_queries for stats in known)
     usages = [stats.cache_usage for stats in alive if stats is not None]
     footer = [
         "all",
         f"{sum(entry.state is ReplicaState.SERVING for entry in entries)} of {len(entries)} serving",
-        _span([entry.version for entry in entries]),
+        f"{min(versions)}" if len(set(versions)) == 1 else f"{min(versions)} to {max(versions)}",
         f"{sum(entry.inflight for entry in entries)}",
         f"{sum(stats.running for stats in known)}",
         f"{sum(stats.waiting for stats in known)}",
-        _share(math.fsum(usages) / len(usages) if usages else 0.0),
-        _share(sum(stats.cache_hits for stats in known) / queries if queries else 0.0),
+        f"{math.fsum(usages) / max(1, len(usages)):.0%}",
+        f"{sum(stats.cache_hits for stats in known) / queries if queries else 0.0:.0%}",
         f"{sum(stats.tokens_per_second for stats in known):,.0f}",
-        f"{sum(int(counts['requests']) for counts in done):,}",
+        f"{sum(done):,}",
         f"{sum(entry.restarts for entry in entries)}",
         "",
     ]
     hidden = len(entries) - len(rows)
     return html_table(title, HEADER, rows, footer, f"and {hidden} more replicas" if hidden else "")
-
-
-def _cells(entry: TableEntry, stats: ReplicaStats | None, requests: int) -> list[str]:
-    engine = ["–"] * 5
-    if stats is not None:
-        engine = [
-            f"{stats.running}",
-            f"{stats.waiting}",
-            _share(stats.cache_usage),
-            _share(stats.hit_rate),
-            f"{stats.tokens_per_second:,.0f}",
-        ]
-    return [
-        f"#{entry.index}",
-        _state(entry),
-        f"{entry.version}",
-        f"{entry.inflight}",
-        *engine,
-        f"{requests:,}",
-        f"{entry.restarts}",
-        (entry.last_error or "").partition("\n")[0][:SHOWN_ERROR_CHARACTERS],
-    ]
-
-
-def _share(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _span(versions: Sequence[int]) -> str:
-    return f"{min(versions)}" if min(versions) == max(versions) else f"{min(versions)} to {max(versions)}"
 
 
 # The stats of a service as Prometheus reads them. A scrape reads what is known already and asks no engine.
@@ -393,7 +367,9 @@ class ServiceCollector:
             for state in ReplicaState:
                 states.add_metric([str(entry.index), state.value], float(entry.state is state))
         yield states
-        stats = [_living_stats(entry) for entry in entries]
+        # the last stats of a replica that may still be in that condition, else zeros
+        gone = (ReplicaState.DEAD, ReplicaState.STARTING)
+        stats = [(None if entry.state in gone else entry.replica.last_stats) or ReplicaStats() for entry in entries]
         totals = [self._totals.of(entry) for entry in entries]
         for metrics, sources in ((OF_THE_TABLE, entries), (OF_THE_ENGINE, stats)):
             for metric in metrics:
@@ -426,12 +402,6 @@ class ServiceCollector:
                 buckets=list(zip(ends, itertools.accumulate(counts), strict=True)),
                 sum_value=total,
             )
-
-
-def _living_stats(entry: TableEntry) -> ReplicaStats:
-    """Return the last stats of a replica that may still be in that condition, else zeros."""
-    gone = entry.state in (ReplicaState.DEAD, ReplicaState.STARTING)
-    return ReplicaStats() if gone else entry.replica.last_stats or ReplicaStats()
 
 
 def prometheus_text(collector: ServiceCollector) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from torchrl_moe._checks import check_callable, check_instance, check_number
-from torchrl_moe.modules.serving.candidates import GONE, Candidates, TableEntry, load_bound
+from torchrl_moe.modules.serving.replica_table import GONE, Candidates, TableEntry, load_bound
 
 # The base class of balancing strategies, and what they know of a request.
 
