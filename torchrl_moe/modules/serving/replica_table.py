@@ -265,21 +265,17 @@ class Groups:
             group.open -= 1
             group.answered |= bool(answered)
             if not group.open:
-                self._close(group_id)
+                del self._open[group_id]
+                if group.answered:  # else it starts again
+                    self._answered[group_id] = group
+                    if len(self._answered) > MOST_GROUPS:
+                        self._answered.popitem(last=False)
             if group.awaited and (group.answered or not group.open):
                 group.awaited = False
                 for listener in self.listeners:
                     listener(group_id)
 
         return over
-
-    def _close(self, group_id: str) -> None:
-        """Note that no request of a group is running; a group without an answer starts again."""
-        group = self._open.pop(group_id)
-        if group.answered:
-            self._answered[group_id] = group
-            if len(self._answered) > MOST_GROUPS:
-                self._answered.popitem(last=False)
 
 
 class Recovery(Enum):
@@ -348,7 +344,7 @@ class Candidates:
 
     def __init__(self, entries: Iterable[TableEntry]) -> None:
         self._by_index = {entry.index: entry for entry in entries}
-        self._by_cache = {entry.cache: entry for entry in self._by_index.values()}
+        self.by_cache = {entry.cache: entry for entry in self._by_index.values()}
         self._entries = list(self._by_index.values())
         self._queue: list[tuple[int, int, int]] | None = None  # (load, chosen, index)
         self.total = sum(entry.load for entry in self._entries)
@@ -364,10 +360,6 @@ class Candidates:
 
     def find(self, index: int) -> TableEntry | None:
         return self._by_index.get(index)
-
-    def with_cache(self, cache: int) -> TableEntry | None:
-        """Return the candidate whose cache has this number, or ``None``."""
-        return self._by_cache.get(cache)
 
     def least_loaded(self) -> TableEntry:
         """Return the candidate of least load; among equals, the one that was chosen longest ago.

@@ -27,9 +27,10 @@ from torchrl_moe.modules.serving.replica_table import GONE, Candidates, TableEnt
 # The base class of balancing strategies, and what they know of a request.
 
 
-def check_prefix_length(value: object) -> None:
-    """Refuse another value than a number of tokens, or ``None`` for all."""
-    check_number("prefix_length", value, 1, whole=True, none=True)
+check_prefix_length = partial(check_number, "prefix_length", least=1, whole=True, none=True)
+check_overload_threshold = partial(
+    check_number, "overload_threshold", least=1, infinite=True, hint="1 is the mean load itself."
+)
 
 
 def check_overload_threshold(value: object) -> None:
@@ -461,7 +462,7 @@ class PrefixAware(Strategy):
                 return None
             best: TableEntry | None = None
             for cache in branch[3][-1 - ceil(SPREAD * share * len(candidates)) :]:
-                entry = candidates.with_cache(cache)
+                entry = candidates.by_cache.get(cache)
                 if entry is None or entry.load > bound:
                     continue
                 if best is None or (entry.load, entry.chosen) < (best.load, best.chosen):
