@@ -184,7 +184,8 @@ class Dispatcher:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests; what they have so far is their answer. Unknown ids are ignored."""
-        self._loop.call(self._abort_by_id, list(request_ids))
+        ids = list(request_ids)
+        self._loop.call(lambda: self._abort([self._open[name] for name in ids if name in self._open]))
 
     def set_limit(self, limit: int) -> None:
         self._admission.limit = limit
@@ -554,9 +555,6 @@ class Dispatcher:
             self._try_alone(self._suspects.ended(request))
 
     # -- aborts -----------------------------------------------------------------------------------------------------
-
-    def _abort_by_id(self, ids: Sequence[str]) -> None:
-        self._abort([self._open[name] for name in ids if name in self._open])
 
     def _abort(self, requests: Iterable[InFlight]) -> None:
         """Abort requests wherever they are; running ones with one message per replica."""

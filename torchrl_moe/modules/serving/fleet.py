@@ -345,27 +345,24 @@ class Fleet:
 
     async def look(self, entry: TableEntry) -> None:
         """Watch a replica, and restart or update it if it is time for that."""
-        stalled = ""
+        replica, stalled = entry.replica, ""
         if entry.state not in GONE:
-            self._note_version(entry)
+            # the version that it reports: if this driver loads none, another one may have
+            if (stats := replica.last_stats) is not None:
+                self.table.note_version(stats.weights_version)
+                with self.table.lock:
+                    unheard = entry.replica is replica and entry.version < stats.weights_version
+                    if unheard and entry.state is ReplicaState.SERVING and self.bring is None:
+                        self.table.set_version(entry.index, stats.weights_version)
+            # whether it answers, and whether it lives
             stalled = self._probe(entry)
-            if not stalled:
+            # what starts one notices its death
+            if not stalled and (entry.state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE):
                 await self._note_death(entry)
         if entry.state in GONE and (stalled or self._may_restart(entry)):
             await self._restart(entry)
         elif self._was_updated(entry):
             await self._catch_up(entry)
-
-    def _note_version(self, entry: TableEntry) -> None:
-        """Note the version that a replica reports: if this driver loads none, another one may have."""
-        replica = entry.replica
-        if (stats := replica.last_stats) is None:
-            return
-        self.table.note_version(stats.weights_version)
-        with self.table.lock:
-            unheard = entry.replica is replica and entry.version < stats.weights_version
-            if unheard and entry.state is ReplicaState.SERVING and self.bring is None:
-                self.table.set_version(entry.index, stats.weights_version)
 
     def _probe(self, entry: TableEntry) -> str:
         """Probe a replica that may be probed; mark one that has stalled, which must be ended, and return why."""
@@ -385,8 +382,6 @@ class Fleet:
     async def _note_death(self, entry: TableEntry) -> None:
         """Mark a replica that has died, once it has reported why, or had the time to."""
         replica = entry.replica
-        if entry.state is ReplicaState.STARTING and entry.recovery is not Recovery.UPDATE:
-            return  # what starts it notices
         try:
             if not replica.is_alive():
                 death = replica.death or await self._in_thread(entry, _reason_of_death, replica)

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 
 import numpy as np
@@ -31,11 +31,6 @@ check_prefix_length = partial(check_number, "prefix_length", least=1, whole=True
 check_overload_threshold = partial(
     check_number, "overload_threshold", least=1, infinite=True, hint="1 is the mean load itself."
 )
-
-
-def check_overload_threshold(value: object) -> None:
-    """Refuse another value than a multiple of the mean load."""
-    check_number("overload_threshold", value, 1, infinite=True, hint="1 is the mean load itself.")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -214,7 +209,9 @@ class SessionAffinity(Strategy):
         if session is None:
             return None
         now = self._clock()
-        self._expire(now)
+        # those that were idle for too long have ended
+        while self._pins and now - next(iter(self._pins.values())).used > self.idle_seconds:
+            self.finish_session(next(iter(self._pins)))
         pin = self._pins.get(session)
         if pin is not None and pin.entry.state in GONE:
             self.finish_session(session)
@@ -242,13 +239,6 @@ class SessionAffinity(Strategy):
         self._pins[session] = _Pin(entry, now)
         if len(self._pins) > MOST_SESSIONS:
             self.finish_session(next(iter(self._pins)))
-
-    def _expire(self, now: float) -> None:
-        while self._pins:
-            session, pin = next(iter(self._pins.items()))
-            if now - pin.used <= self.idle_seconds:
-                return
-            self.finish_session(session)
 
     def finish_session(self, session_id: str) -> None:
         pin = self._pins.pop(session_id, None)
