@@ -276,7 +276,6 @@ class AsyncVLLM(GenerationService):
         return self
 
     def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
-        """Wait for a replica."""
         try:
             self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
         except ReplicaDiedError:

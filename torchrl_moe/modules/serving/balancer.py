@@ -366,7 +366,6 @@ class LoadBalancer:
         return candidates
 
     def _learn(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Have all strategies learn where a request goes."""
         for strategy in self._strategies:
             try:
                 strategy.placed(entry, context)

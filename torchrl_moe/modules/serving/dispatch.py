@@ -214,21 +214,20 @@ class Dispatcher:
             call.end()
             return
         # those that were complete when they came need no engine
-        waiting = [request for request in call.requests if not request.is_over]
+        waiting = {one.request.request_id: one for one in call.requests if one.outcome is None}
         # an abort names a request by its id, so one is never in flight twice
-        ids = {request.request.request_id: request for request in waiting}
-        if taken := sorted(ids.keys() & self._open.keys()):
+        if taken := sorted(waiting.keys() & self._open.keys()):
             call.error = ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
             call.end()
             return
         call.has_begun = True
-        self._open |= ids
+        self._open |= waiting
         if call.deadline is not None:
             # the deadline began when the call was made, not when its turn came
             left = max(call.deadline - time.monotonic(), 0.0)
             call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
         # from here each is on its own; the call ends with the last of them
-        for request in waiting:
+        for request in waiting.values():
             self._admission.put(request)
         self._admit_soon()
         if not waiting:

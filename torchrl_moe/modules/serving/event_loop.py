@@ -84,7 +84,6 @@ class EventLoop:
         return future.result()
 
     def where(self) -> str:
-        """Say which line its thread is at."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread.ident or 0)
         return (
             "no thread"

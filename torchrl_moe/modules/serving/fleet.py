@@ -325,7 +325,6 @@ class Fleet:
             woken.set()
 
     def note_deaths(self) -> None:
-        """Mark replicas that have died and are not marked yet."""
         for entry in self.table:
             replica = entry.replica
             if entry.state not in SILENT and not replica.is_alive():

@@ -124,7 +124,6 @@ class Call:
         return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
-        """Return all outcomes, or raise the first error."""
         error, outcomes = self.error, []
         for request in self.requests:
             if error is None:
@@ -170,7 +169,6 @@ GROUP = -1
 
 
 def needs(request: InFlight) -> Needs:
-    """Return what a request needs from its replica."""
     call, where = request.call, request.placement
     priority = request.request.priority  # an urgent request does not wait behind another one
     return id(call.balancer), where.actor_index, where.min_version, where.group_id, priority, call.timeout is None
@@ -256,7 +254,6 @@ class _Kind:
         return next(iter(self.requests))
 
     def join(self, request: InFlight) -> None:
-        """Keep a request behind the others."""
         request.refusal = self.first.refusal
         self.requests[request] = None
 
@@ -291,7 +288,6 @@ class Unplaced:
         kind.requests.move_to_end(request, last=False)
 
     def remove(self, request: InFlight) -> bool:
-        """Remove a request; return whether it was unplaced."""
         key = needs(request)
         kind = self.kinds.get(key)
         if kind is None or request not in kind.requests:
@@ -372,7 +368,6 @@ class Suspects:
         return True
 
     def remove(self, request: InFlight) -> bool:
-        """Remove a request that waits; return whether it did."""
         if request not in self.waiting:
             return False
         self.waiting.remove(request)

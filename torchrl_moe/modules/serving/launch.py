@@ -104,7 +104,6 @@ class DeviceSets:
 
 
 def _named(devices: Devices, visible: list[str], num_replicas: int, per_replica: int) -> list[list[str]]:
-    """Return the names of the devices that the user wants, one list per replica."""
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise ValueError(f"devices={devices!r}: give a list with one entry per replica, such as [[0], [1]]")
     if not visible:
@@ -229,7 +228,6 @@ def check_backend(
 
 
 def default_timeout() -> float:
-    """Return the seconds for a start, from the environment."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

@@ -458,7 +458,6 @@ class ReplicaTable:
         return len(self._entries)
 
     def add(self, replicas: Sequence[Replica]) -> list[TableEntry]:
-        """List more replicas, which are STARTING."""
         with self.lock:
             new = self._append(replicas, ReplicaState.STARTING)
             for entry in new:
@@ -541,7 +540,6 @@ class ReplicaTable:
                 self._tell(self._entries)  # a restarting replica will have another version than assumed
 
     def forget_prefixes(self, index: int) -> None:
-        """Note that a replica has lost its cached prefixes."""
         with self.lock:
             self._lose_cache(self[index])
 
@@ -615,7 +613,6 @@ class ReplicaTable:
                     listener()
 
     def take_doubt(self, index: int) -> bool:
-        """Whether a replica was late since the last call."""
         with self.lock:
             is_doubted = index in self.doubts
             self.doubts.discard(index)
@@ -722,7 +719,6 @@ class ReplicaTable:
             view.moved(entry, change)
 
     def observe(self, index: int, at: float, pending: int | None = None, cache_usage: float | None = None) -> None:
-        """Store a replica's report: its number of requests, share of KV blocks in use (0 to 1)."""
         with self.lock:
             entry = self[index]
             if pending is not None:

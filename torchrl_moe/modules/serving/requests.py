@@ -167,7 +167,6 @@ def _ids(item: Any, name: str) -> NDArray[np.int32]:
 
 
 def whole(request: Request) -> Completion | None:
-    """Return the answer of a request whose completion is already complete."""
     given = request.resume
     return None if given is None or given.aborted else given
 
@@ -279,7 +278,7 @@ def make_requests(
     ``new_id`` makes the ids that the caller did not give.
     """
     count = len(batch.prompts)
-    ids = request_ids_each(request_ids, count) or [new_id() for _ in batch.prompts]
+    ids = request_ids_each(request_ids, count)
     # what all share
     check_fields(sampling_params, longest)
     check_answers(sampling_params, count)
@@ -304,7 +303,7 @@ def make_requests(
         request = make_request(
             prompt,
             common,
-            request_id=ids[position],
+            request_id=new_id() if ids is None else ids[position],
             priority=turns[position],
             routed_experts=rows[position],
             scoring=scored[position],
@@ -358,7 +357,6 @@ def _rows(value: object, position: int) -> NDArray[np.integer[Any]]:
 
 
 def request_ids_each(values: object, count: int) -> list[str] | None:
-    """Return the id of each request as the caller named it; ``None`` if it did not."""
     if values is None:
         return None
     ids = _for_each(values, count, "request_ids", _request_id, is_name=True)
@@ -522,7 +520,6 @@ def scorings(batch: PromptBatch, temperature: object, kept: object) -> list[Scor
 
 
 def _numbers(temperature: object) -> NDArray[np.float64]:
-    """Return a temperature, or one per sequence, as an array."""
     listed = temperature.tolist() if hasattr(temperature, "tolist") else temperature
     for one in listed if isinstance(listed, list | tuple) else [listed]:
         if not isinstance(one, list | tuple):  # of another rank: refused by its shape

@@ -365,7 +365,6 @@ class GenerationService:
         use_tqdm: bool,
         what: str = "generate",
     ) -> list[Completion]:
-        """Run requests to their end, and wait."""
         call = Call(self.load_balancer, requests, where, check_timeout(timeout_seconds))
         check_bool("use_tqdm", use_tqdm)
         bar = Progress(total=call.unfinished, desc=what, unit="req", disable=None if use_tqdm else True)

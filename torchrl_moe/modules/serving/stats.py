@@ -42,7 +42,6 @@ class ReplicaMetric:
 
 
 def breaker_state(entry: TableEntry) -> str:
-    """Return the state of a replica's circuit breaker: closed, unless it failed too often."""
     return str(entry.breaker.state.value)
 
 
@@ -272,7 +271,6 @@ def _add(counts: dict[str, float], stats: ReplicaStats | None) -> dict[str, floa
 
 
 def describe(entry: TableEntry) -> str:
-    """Return one line on a replica, from the stats that it sent by itself."""
     stats: ReplicaStats | None = entry.replica.last_stats
     line = f"#{entry.index} {_state(entry)}, v{entry.version}, {entry.inflight} in flight"
     if stats is not None and entry.state is not ReplicaState.DEAD:

@@ -1,7 +1,6 @@
 """Balancing strategies: how a replica is chosen for a request. Pure objects without I/O.
 
-The base class, the simple ones, sessions, prefixes (a radix tree of prompts), and the hierarchy that asks one after the
-other.
+The base class, the simple ones, sessions, prefixes (a radix tree of prompts), and their names.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class RoundRobin(Strategy):
         self.next_index = 0
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int:
-        """Return the next candidate at or after the turn, wrapping around."""
         del context
         indices = sorted(entry.index for entry in candidates)
         index = next((i for i in indices if i >= self.next_index), indices[0])
@@ -138,7 +136,6 @@ class KVCache(Strategy):
         self.max_age = max_age
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
-        """Return the candidate of least estimated usage; of equals, the least loaded."""
         del context
         oldest = self._clock() - self.max_age
         fresh = {e.index: e.usage for e in candidates if e.usage is not None and e.usage.at >= oldest}
@@ -440,7 +437,6 @@ class PrefixAware(Strategy):
         self._last: tuple[RoutingContext, _Match | None] | None = None
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
-        """Return the least loaded of those that hold the longest prefix and may take one more."""
         match = self._match(context)
         if match is None:
             return None
