@@ -272,6 +272,7 @@ def make_requests(
     guided_options: GuidedOptions | None = None,
     return_routed_experts: bool = True,
     on_resume: OnResume | None = None,
+    stream: bool = False,
 ) -> list[Request]:
     """Return the requests of a call, checked; ``longest`` and ``layout``: the engine's ``max_model_len`` and routers.
 
@@ -294,6 +295,7 @@ def make_requests(
         guided_options=guided_options,
         return_routed_experts=return_routed_experts,
         on_resume=on_resume,
+        stream=stream,
     )
     # what each has of its own
     turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)

@@ -17,7 +17,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
@@ -31,7 +30,7 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, NoReplicaError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds, load_tokenizer
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import Completion, OnResume, PauseMode, Replica, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, OnResume, PauseMode, Replica, ReplicaStats
 from torchrl_moe.modules.serving.balancer import WEIGHTS, ActorHandle, LoadBalancer
 from torchrl_moe.modules.serving.dispatch import Admission, Dispatcher
 from torchrl_moe.modules.serving.event_loop import EventLoop
@@ -42,7 +41,6 @@ from torchrl_moe.modules.serving.requests import (
     ONE_TOKEN,
     GuidedOptions,
     LoRA,
-    Placement,
     PromptBatch,
     SamplingParams,
     check_service,
@@ -324,9 +322,15 @@ class GenerationService:
             raise ValueError(
                 "prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request."
             )
-        requests = self._requests(
+        call = self._call(
             batch,
             sampling_params,
+            timeout_seconds,
+            actor_index=actor_index,
+            session_ids=session_ids,
+            min_version=min_version,
+            group_ids=group_ids,
+            request_context=request_context,
             request_ids=request_ids,
             priority=priority,
             routed_experts=routed_experts,
@@ -334,6 +338,31 @@ class GenerationService:
             guided_options=guided_options_request,
             return_routed_experts=return_routed_experts,
             on_resume=on_resume,
+        )
+        completions = self._run(call, use_tqdm)
+        return completions[0] if batch.single else completions
+
+    def _call(
+        self,
+        batch: PromptBatch,
+        sampling_params: SamplingParams | None,
+        timeout_seconds: float | None,
+        *,
+        actor_index: int | None,
+        session_ids: object = None,
+        min_version: object = None,
+        group_ids: object = None,
+        request_context: object = None,
+        **of_requests: Any,
+    ) -> Call:
+        """Return the requests of a call, and where they may go; ``of_requests`` go to :func:`make_requests`."""
+        requests = make_requests(
+            batch,
+            self.sampling_params if sampling_params is None else sampling_params,
+            new_id=lambda: f"{self._id_prefix}-{next(self._ids)}",
+            longest=min(info.max_model_len for info in self.infos),
+            layout=self.infos[0].layout,
+            **of_requests,
         )
         where = placements(
             len(requests),
@@ -343,29 +372,9 @@ class GenerationService:
             group_ids=group_ids,
             request_context=request_context,
         )
-        completions = self._run(requests, where, timeout_seconds, use_tqdm)
-        return completions[0] if batch.single else completions
+        return Call(self.load_balancer, requests, where, check_timeout(timeout_seconds))
 
-    def _requests(self, batch: PromptBatch, sampling_params: SamplingParams | None, **arguments: Any) -> list[Request]:
-        """Return the requests of a call; the other arguments are those of :func:`make_requests`."""
-        return make_requests(
-            batch,
-            self.sampling_params if sampling_params is None else sampling_params,
-            new_id=lambda: f"{self._id_prefix}-{next(self._ids)}",
-            longest=min(info.max_model_len for info in self.infos),
-            layout=self.infos[0].layout,
-            **arguments,
-        )
-
-    def _run(
-        self,
-        requests: Sequence[Request],
-        where: Sequence[Placement],
-        timeout_seconds: float | None,
-        use_tqdm: bool,
-        what: str = "generate",
-    ) -> list[Completion]:
-        call = Call(self.load_balancer, requests, where, check_timeout(timeout_seconds))
+    def _run(self, call: Call, use_tqdm: bool, what: str = "generate") -> list[Completion]:
         check_bool("use_tqdm", use_tqdm)
         bar = Progress(total=call.unfinished, desc=what, unit="req", disable=None if use_tqdm else True)
         with self.metrics.call(call.unfinished, call.whole) as finished, bar:
@@ -412,16 +421,18 @@ class GenerationService:
         """
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)
-        requests = self._requests(
+        call = self._call(
             batch,
             ONE_TOKEN,
+            timeout_seconds,
+            actor_index=actor_index,
+            min_version=min_version,
             routed_experts=routed_experts,
             scorings=scorings(batch, temperature, kept),
             lora_request=lora_request,
             return_routed_experts=False,
         )
-        where = placements(len(requests), actor_index=actor_index, min_version=min_version)
-        scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm, what="score"))
+        scores = scores_of(self._run(call, use_tqdm, what="score"))
         return scores[0] if batch.single else scores
 
     async def agenerate(
@@ -462,9 +473,15 @@ class GenerationService:
         batch = normalise_prompts(prompt, prompt_token_ids, resume)
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
-        (request,) = self._requests(
+        call = self._call(
             batch,
             sampling_params,
+            timeout_seconds,
+            actor_index=actor_index,
+            session_ids=session_id,
+            min_version=min_version,
+            group_ids=group_id,
+            request_context=request_context,
             request_ids=request_id,
             priority=priority,
             routed_experts=routed_experts,
@@ -472,18 +489,8 @@ class GenerationService:
             guided_options=guided_options_request,
             return_routed_experts=return_routed_experts,
             on_resume=on_resume,
+            stream=on_part is not None,
         )
-        if on_part is not None:
-            request = replace(request, stream=True)
-        where = placements(
-            1,
-            actor_index=actor_index,
-            session_ids=session_id,
-            min_version=min_version,
-            group_ids=group_id,
-            request_context=request_context,
-        )
-        call = Call(self.load_balancer, [request], where, check_timeout(timeout_seconds))
         with self.metrics.call(call.unfinished, call.whole) as finished:
             completions = await self._dispatcher.run_async(call, on_part)
             finished(completions)

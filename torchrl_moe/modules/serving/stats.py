@@ -17,7 +17,7 @@ import numpy as np
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats
-from torchrl_moe.modules.serving.replica_table import ReplicaState, ReplicaTable, TableEntry
+from torchrl_moe.modules.serving.replica_table import BreakerState, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.render.tables import html_table
 
 if TYPE_CHECKING:
@@ -35,54 +35,48 @@ if TYPE_CHECKING:
 class ReplicaMetric:
     name: str
     kind: Literal["counter", "gauge", "label"]
-    read: Callable[[Any], object]
     exported: str = ""
     meaning: str = ""
-    number: Callable[[Any], float] = float
+    attribute: str = ""  # where it is read, if not by its name
+
+    def read(self, source: TableEntry | ReplicaStats) -> Any:
+        return attrgetter(self.attribute or self.name)(source)
 
 
-def breaker_state(entry: TableEntry) -> str:
-    return str(entry.breaker.state.value)
-
-
-def _of(
-    name: str, kind: Literal["counter", "gauge"], exported: str, meaning: str, attribute: str = ""
-) -> ReplicaMetric:
-    return ReplicaMetric(name, kind, attrgetter(attribute or name), exported, meaning)
-
-
+CLOSED = BreakerState.CLOSED.value
 OF_THE_TABLE: tuple[ReplicaMetric, ...] = (
-    ReplicaMetric("replica", "label", attrgetter("index")),
-    ReplicaMetric("state", "label", attrgetter("state.name")),
-    _of("version", "gauge", "policy_version", "Version of the weights."),
-    _of("inflight", "gauge", "inflight_requests", "Requests sent to the replica that have not ended."),
-    ReplicaMetric("breaker", "label", breaker_state, "breaker_open", "1 unless the circuit breaker is closed.",
-                  lambda state: state != "closed"),
-    _of("restarts", "counter", "restarts", "Restarts of the replica."),
-    _of("not_finite_logprobs", "counter", "not_finite_logprobs", "Log-probs of its answers that were NaN or infinite.",
-        "not_finite"),
-    ReplicaMetric("last_error", "label", attrgetter("last_error")),
+    ReplicaMetric("replica", "label", attribute="index"),
+    ReplicaMetric("state", "label", attribute="state.name"),
+    ReplicaMetric("version", "gauge", "policy_version", "Version of the weights."),
+    ReplicaMetric("inflight", "gauge", "inflight_requests", "Requests sent to the replica that have not ended."),
+    ReplicaMetric("breaker", "label", "breaker_open", "1 unless the circuit breaker is closed.", "breaker.state.value"),
+    ReplicaMetric("restarts", "counter", "restarts", "Restarts of the replica."),
+    ReplicaMetric("not_finite_logprobs", "counter", "not_finite_logprobs",
+                  "Log-probs of its answers that were NaN or infinite.", "not_finite"),
+    ReplicaMetric("last_error", "label"),
 )  # fmt: skip
 """What the service knows of a replica: read from a :class:`TableEntry`."""
 
 OF_THE_ENGINE: tuple[ReplicaMetric, ...] = (
-    _of("running", "gauge", "running_sequences", "Answers being generated."),
-    _of("waiting", "gauge", "waiting_sequences", "Answers in the engine's queue."),
-    _of("cache_usage", "gauge", "kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1."),
-    _of("tokens_per_second", "gauge", "tokens_per_second", "Tokens generated, of the last second."),
-    _of("requests", "counter", "requests", "Requests that the engine ended."),
-    _of("completions", "counter", "sequences", "Answers that the engine ended."),
-    _of("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of ended requests."),
-    _of("cached_tokens", "counter", "cached_tokens", "Those of them found in the prefix cache."),
-    _of("generated_tokens", "counter", "generated_tokens", "Tokens of ended requests."),
-    _of("generation_seconds", "counter", "generation_seconds", "Seconds that requests spent in the engine, summed."),
-    _of("cache_queries", "counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    _of("cache_hits", "counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    _of("preemptions", "counter", "preemptions", "Requests that lost their KV blocks and were recomputed."),
-    _of("steps", "counter", "steps", "Steps of the engine."),
-    _of("step_at", "gauge", "last_step_timestamp_seconds", "When the engine last ended a step."),
-    _of("weights_version", "gauge", "", ""),
-    _of("hit_rate", "gauge", "", ""),
+    ReplicaMetric("running", "gauge", "running_sequences", "Answers being generated."),
+    ReplicaMetric("waiting", "gauge", "waiting_sequences", "Answers in the engine's queue."),
+    ReplicaMetric("cache_usage", "gauge", "kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1."),
+    ReplicaMetric("tokens_per_second", "gauge", "tokens_per_second", "Tokens generated, of the last second."),
+    ReplicaMetric("requests", "counter", "requests", "Requests that the engine ended."),
+    ReplicaMetric("completions", "counter", "sequences", "Answers that the engine ended."),
+    ReplicaMetric("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of ended requests."),
+    ReplicaMetric("cached_tokens", "counter", "cached_tokens", "Those of them found in the prefix cache."),
+    ReplicaMetric("generated_tokens", "counter", "generated_tokens", "Tokens of ended requests."),
+    ReplicaMetric(
+        "generation_seconds", "counter", "generation_seconds", "Seconds that requests spent in the engine, summed."
+    ),
+    ReplicaMetric("cache_queries", "counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ReplicaMetric("cache_hits", "counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ReplicaMetric("preemptions", "counter", "preemptions", "Requests that lost their KV blocks and were recomputed."),
+    ReplicaMetric("steps", "counter", "steps", "Steps of the engine."),
+    ReplicaMetric("step_at", "gauge", "last_step_timestamp_seconds", "When the engine last ended a step."),
+    ReplicaMetric("weights_version", "gauge", "", ""),
+    ReplicaMetric("hit_rate", "gauge", "", ""),
 )
 """What an engine reports: read from its :class:`ReplicaStats`."""
 
@@ -241,8 +235,8 @@ SHOWN_ERROR_CHARACTERS = 80
 
 
 def _state(entry: TableEntry) -> str:
-    breaker = breaker_state(entry)
-    return entry.state.name if breaker == "closed" else f"{entry.state.name}, breaker {breaker}"
+    breaker = entry.breaker.state.value
+    return entry.state.name if breaker == CLOSED else f"{entry.state.name}, breaker {breaker}"
 
 
 class Totals:
@@ -378,7 +372,11 @@ class ServiceCollector:
                 one = family(f"{PREFIX}replica_{metric.exported}", metric.meaning, labels=["replica"])
                 for entry, source, total in zip(entries, sources, totals, strict=True):
                     value = total.get(metric.name) if counts else None
-                    one.add_metric([str(entry.index)], metric.number(metric.read(source)) if value is None else value)
+                    if value is None:
+                        value = metric.read(source)
+                    if metric.name == "breaker":
+                        value = value != CLOSED
+                    one.add_metric([str(entry.index)], float(value))
                 yield one
 
     def _of_service(self) -> Iterator[Metric]:
