@@ -361,12 +361,7 @@ class AsyncVLLM(GenerationService):
             raise
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas; see :meth:`GenerationService.add_replicas`. A named service cannot have more.
-
-        Raises:
-            ValueError: less than one, there are no GPUs left for them, or the service has a name.
-            EngineError: one did not start, or not in time; then none is added.
-        """
+        """Start more replicas; see :meth:`GenerationService.add_replicas`. ``ValueError`` if the service has a name."""
         if self.name is not None or self._is_guest:
             raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
         return super().add_replicas(
@@ -381,9 +376,7 @@ class AsyncVLLM(GenerationService):
         end_service(name, namespace)
 
     def disconnect(self) -> None:
-        """Disconnect from a named or connected service; it keeps running. Idempotent.
-
-        This driver's requests are aborted.
+        """Leave a named or connected service running, and abort this driver's requests. Idempotent.
 
         Raises:
             RuntimeError: the service has no name, and ends with this process.

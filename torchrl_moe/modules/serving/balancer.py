@@ -396,13 +396,11 @@ class LoadBalancer:
         """Report a replica's load from elsewhere; it is used for five seconds, or until the replica's own next report.
 
         Args:
-            index: the replica.
-            pending_requests: its requests, counted if more than are counted here, because other callers share the
-                replica.
+            index: the replica; ``IndexError`` if there is none.
+            pending_requests: its requests, counted if more than are counted here: other callers may share the replica.
             cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``.
 
         Raises:
-            IndexError: there is no such replica.
             ValueError: a number out of range.
         """
         check_number("index", index, whole=True)

@@ -37,20 +37,13 @@ def visible_devices() -> list[str]:
 
 
 def ranks_here() -> int:
-    """Return how many of several ranks a launcher such as ``torchrun`` has started on this machine; 0 without one.
-
-    Each computes on the device of its number.
-    """
+    """Return how many of several ranks, each on its number's device, a launcher has started here; 0 without one."""
     is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if is_one_of_several else 0
 
 
 def devices_of_trainer() -> list[int]:
-    """Return the indices of the devices that the trainer computes on.
-
-    They are this process's, once it has begun: the current one, and those that it fills; and those of a launcher's
-    ranks on this machine, whether they have begun or not.
-    """
+    """Return the indices of the devices that this process uses, and those of a launcher's ranks, begun or not."""
     count = torch.cuda.device_count()
     found = set(range(min(ranks_here(), count)))
     if torch.cuda.is_initialized():

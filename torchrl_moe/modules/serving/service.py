@@ -102,12 +102,11 @@ Weights: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Ten
 
 
 class GenerationService:
-    """Generation over N replicas; safe to call from any thread.
+    """Generation over N replicas, which are not started yet; safe to call from any thread.
 
-    TorchRL's code accepts it as its own engine: ``isinstance(service, RLvLLMEngine)`` holds.
-
-    The replicas are not started yet. ``make_replica`` makes one for an index, to replace one that died or to add one;
-    without it neither is possible. :class:`AsyncVLLM` describes the other arguments.
+    ``make_replica`` makes one for an index, to replace one that died or to add one; without it neither is possible.
+    :class:`AsyncVLLM` describes the other arguments. TorchRL's code accepts it as its own engine: ``isinstance(service,
+    RLvLLMEngine)`` holds.
 
     Attributes:
         replica_table: what is known of each replica.
@@ -197,16 +196,14 @@ class GenerationService:
         self.shutdown()
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas, and wait until they serve: with the current weights, and paused if the service is.
+        """Start more replicas, wait until they serve, and return their indices, none of which is used twice.
 
-        A replica that needs weights which no sender can load stays STARTING until the next update.
+        They have the current weights, and are paused if the service is. One that needs weights which no sender can load
+        stays STARTING until the next update.
 
         Args:
             count: how many.
             timeout_seconds: for all of them; default: 600.
-
-        Returns:
-            Their indices. No index is used twice.
 
         Raises:
             ValueError: less than one, or there are no devices left for them.
@@ -577,12 +574,10 @@ class GenerationService:
         return self._fleet.reset_prefix_cache()
 
     def set_seed(self, seed: int) -> int:
-        """Seed the sampling of the replicas, each differently. What they draw also depends on batching.
+        """Seed the sampling of all replicas, each differently, and return the next seed to use.
 
-        A request with ``SamplingParams.seed`` uses only that seed. A restarted replica has its initial seed.
-
-        Returns:
-            The next seed to use.
+        What they draw also depends on batching. A request with ``SamplingParams.seed`` uses only that seed. A restarted
+        replica has its initial seed.
         """
         self._check_running("set_seed")
         check_number("seed", seed, 0, 2**32 - 1 - self.num_replicas, whole=True)  # NumPy has no larger ones
@@ -601,7 +596,6 @@ class GenerationService:
         Plain data only. TorchRL returns Ray references in their place.
 
         Raises:
-            RuntimeError: the service is not running.
             ValueError: a method by which TorchRL sends weights; the message says what to do instead.
             EngineError: there is no such method, or it failed.
         """
@@ -621,17 +615,14 @@ class GenerationService:
         *,
         actor_index: int | None = None,
     ) -> list[list[Any]]:
-        """Run a check of yours inside every worker: ``function(saved_params, model)``.
+        """Return what ``function(saved_params, model)`` returns, in a list per replica with a value per worker.
 
         The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
         trust this process. Names and layouts are vLLM's: fused projections, packed experts.
 
         Args:
-            function: the check; it returns plain data.
+            function: a check of yours; it returns plain data.
             actor_index: the one replica to run it in; default: all.
-
-        Returns:
-            What the function returned: one list per replica, with one value per worker.
 
         Raises:
             EngineError: the function raised; the message ends with its error.
@@ -657,8 +648,8 @@ class GenerationService:
         """Register the functions that load weights here, replacing earlier ones.
 
         Args:
-            bring: brings a STARTING replica to the newest weights and to SERVING; ``None``: nothing does. A restarted
-                replica holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+            bring: brings a STARTING replica, which holds its checkpoint's weights, to the newest and to SERVING;
+                ``None``: nothing does.
             update: updates all replicas to new weights, for :meth:`update_weights`.
         """
         self._fleet.bring, self._update = bring, update
@@ -669,14 +660,11 @@ class GenerationService:
         return self._fleet.bring
 
     def update_weights(self, weights: Weights) -> Any:
-        """Update all replicas to these weights, with the sender that has this engine. TorchRL's name.
+        """Update all replicas to these weights, with the sender that has this engine, and return its report.
 
         Args:
             weights: checkpoint names, or those of the sender's registered model, and tensors; the whole model. Without
-                any, a warning is shown and nothing is done.
-
-        Returns:
-            The sender's :class:`~torchrl_moe.weight_update.SyncReport`; ``None`` if there were no weights.
+                any, a warning is shown, nothing is done, and ``None`` returned.
 
         Raises:
             RuntimeError: the service is not running, or no sender has it.
@@ -717,10 +705,7 @@ class GenerationService:
         return [entry.inflight for entry in self.replica_table]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all, as the engine reports it.
-
-        NaN for a replica that is dead or starting.
-        """
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or of all; NaN if it is dead or starting."""
         self._check_running("get_cache_usage")
         check_number("actor_index", actor_index, whole=True, none=True)
         self._fleet.note_deaths()
@@ -756,11 +741,7 @@ class GenerationService:
         return data_frame(self.stats())
 
     def prometheus(self) -> str:
-        """Return the stats of the replicas and of the service in Prometheus' text format; sends nothing to the engines.
-
-        Raises:
-            ImportError: ``prometheus_client`` is not installed; the message names the extra.
-        """
+        """Return all stats in Prometheus' format, without asking the engines; ``ImportError`` names the extra."""
         self._check_running("prometheus")
         return prometheus_text(ServiceCollector(self.replica_table, self._totals, self.metrics))
 
@@ -790,11 +771,7 @@ class GenerationService:
         return self._tokenizer
 
     def get_random_actor_index(self) -> int:
-        """Return the index of a serving replica, for ``actor_index``.
-
-        Raises:
-            NoReplicaError: none serves.
-        """
+        """Return the index of a serving replica, for ``actor_index``; ``NoReplicaError`` if none serves."""
         self._check_running("get_random_actor_index")
         with self.replica_table.lock:
             serving = self.replica_table.serving()
@@ -855,8 +832,8 @@ class GenerationService:
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one.
 
-        The dtype is that in which the engine holds the tensor, which a weight sync sends it in; the checkpoint's where
-        the engine's name for it is not known, or it is quantised.
+        The dtype is that in which the engine holds the tensor, and a weight sync sends it; the checkpoint's if unknown
+        or quantised.
         """
         self._check_running("get_model_metadata")
         return checkpoint_kinds(self._fleet.alive()[0].replica, CALL_SECONDS)
@@ -874,11 +851,7 @@ class GenerationService:
         return self._master_port
 
     def init_weight_update_group(self) -> None:
-        """Do nothing if a sender has this engine: it has opened what weights come by. TorchRL's updaters call this.
-
-        Raises:
-            RuntimeError: the service is not running, or no sender has it.
-        """
+        """Do nothing if a sender has this engine: it has opened what weights come by; else raise ``RuntimeError``."""
         self._check_running("init_weight_update_group")
         self._check_sender("init_weight_update_group")
 
