@@ -70,19 +70,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Progress(tqdm):
+class Progress:
     """A bar with tokens per second."""
 
-    tokens = 0
+    def __init__(self, total: int, shown: bool, what: str) -> None:
+        self.bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
+        self._tokens = 0
 
     def add(self, completion: Completion) -> None:
         """Count a finished request; from any thread, one at a time."""
-        if self.disable:
+        if self.bar.disable:
             return
-        self.tokens += sum(len(output.token_ids) for output in completion.outputs)
-        seconds = max(self.format_dict["elapsed"], 1e-9)
-        self.set_postfix_str(f"{self.tokens / seconds:.0f} tok/s", refresh=False)
-        self.update()
+        self._tokens += sum(len(output.token_ids) for output in completion.outputs)
+        seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+        self.bar.set_postfix_str(f"{self._tokens / seconds:.0f} tok/s", refresh=False)
+        self.bar.update()
 
 
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
@@ -373,9 +375,9 @@ class GenerationService:
 
     def _run(self, call: Call, use_tqdm: bool, what: str = "generate") -> list[Completion]:
         check_bool("use_tqdm", use_tqdm)
-        bar = Progress(total=call.unfinished, desc=what, unit="req", disable=None if use_tqdm else True)
-        with self.metrics.call(call.unfinished, call.whole) as finished, bar:
-            call.finished = bar.add
+        progress = Progress(call.unfinished, use_tqdm, what)
+        with self.metrics.call(call.unfinished, call.whole) as finished, progress.bar:
+            call.finished = progress.add
             completions = self._dispatcher.run(call)
             finished(completions)
         return completions

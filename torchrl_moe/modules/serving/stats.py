@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -171,7 +172,7 @@ class Metrics:
         before = set(map(id, whole))
         self.count("requests", requests)
         try:
-            yield lambda completions: self._finish(completions, before)
+            yield partial(self._finish, before=before)
         except EngineError as error:
             done = self._finish([one for one in error.partial if not one.aborted], before)
             if isinstance(error, RequestRefusedError):
