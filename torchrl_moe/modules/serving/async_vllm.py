@@ -335,9 +335,9 @@ class AsyncVLLM(GenerationService):
             sampling_params=sampling_params,
             faults=FaultPolicy(restart=False, probe=math.inf),
         )
-        seconds = default_timeout() if timeout_seconds is None else timeout_seconds
-        deadline = time.monotonic() + seconds
         try:
+            seconds = default_timeout() if timeout_seconds is None else timeout_seconds
+            deadline = time.monotonic() + seconds
             for entry in self.replica_table:
                 cast(Any, entry.replica).join()  # a replica in Ray
             for entry in self.replica_table:

@@ -203,7 +203,7 @@ class LoadBalancer:
         self._settings = Settings(
             prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
         )
-        given = DEFAULT_HIERARCHY if strategy is None else strategy
+        given: str | Strategy | Sequence[str | Strategy] = DEFAULT_HIERARCHY if strategy is None else strategy
         listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
         if not listed:
             raise ValueError(

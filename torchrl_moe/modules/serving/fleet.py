@@ -180,10 +180,10 @@ class Probe:
                 try:
                     # the engine core gets half of the time, so that its owner's answer still arrives
                     self._answer = self.replica.ask(Engine.probe, self._seconds / 2)
-                except Exception as error:  # it counts as silent
-                    LOG.exception("a replica could not be probed: %r", error)
+                except Exception as problem:  # it counts as silent
+                    LOG.exception("a replica could not be probed: %r", problem)
                     self._answer = Future()
-                    self._answer.set_exception(EngineError(str(error)))
+                    self._answer.set_exception(EngineError(str(problem)))
             return ""
         if not (is_due or self._answer.done()):
             return ""

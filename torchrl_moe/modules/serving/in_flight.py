@@ -124,7 +124,8 @@ class Call:
         return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
-        error, outcomes = self.error, []
+        error = self.error
+        outcomes: list[Completion] = []
         for request in self.requests:
             if error is None:
                 error = request.error

@@ -267,7 +267,7 @@ def make_requests(
     request_ids: object = None,
     priority: object = 0,
     routed_experts: object = None,
-    scorings: Sequence[Scoring | None] | None = None,
+    scoring: Sequence[Scoring] | None = None,
     lora_request: LoRA | None = None,
     guided_options: GuidedOptions | None = None,
     return_routed_experts: bool = True,
@@ -299,7 +299,6 @@ def make_requests(
     )
     # what each has of its own
     turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
-    scored = scorings or [None] * count
     requests = []
     for position, prompt in enumerate(batch.prompts):
         request = make_request(
@@ -308,7 +307,7 @@ def make_requests(
             request_id=new_id() if ids is None else ids[position],
             priority=turns[position],
             routed_experts=rows[position],
-            scoring=scored[position],
+            scoring=None if scoring is None else scoring[position],
         )
         if request.resume is not None and request.resume.aborted:
             check_resume(request, position, layout)

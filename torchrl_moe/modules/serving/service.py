@@ -427,7 +427,7 @@ class GenerationService:
             actor_index=actor_index,
             min_version=min_version,
             routed_experts=routed_experts,
-            scorings=scorings(batch, temperature, kept),
+            scoring=scorings(batch, temperature, kept),
             lora_request=lora_request,
             return_routed_experts=False,
         )

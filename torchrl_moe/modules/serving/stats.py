@@ -40,7 +40,7 @@ class ReplicaMetric:
     meaning: str = ""
     attribute: str = ""  # where it is read, if not by its name
 
-    def read(self, source: TableEntry | ReplicaStats) -> Any:
+    def read(self, source: object) -> Any:
         return attrgetter(self.attribute or self.name)(source)
 
 
