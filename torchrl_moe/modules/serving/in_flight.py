@@ -314,7 +314,7 @@ class Unplaced:
             for group in self._settled:
                 firsts |= {self.kinds[key].first: None for key in self._groups.get(group, ())}
             self._settled.clear()
-            changed = self._table.changed_since(self._seen)
+            changed = [] if self._seen == self._table.changes else self._table.changed_since(self._seen)
             self._seen = self._table.changes
             indices = {entry.index for entry in changed}
             versions = {entry.version for entry in changed if entry.may_take}
