@@ -261,7 +261,7 @@ def make_requests(
     batch: PromptBatch,
     sampling_params: SamplingParams,
     *,
-    new_id: Callable[[], str],
+    new_ids: Iterator[str],
     longest: int | None,
     layout: RoutingLayout | None,
     request_ids: object = None,
@@ -276,7 +276,7 @@ def make_requests(
 ) -> list[Request]:
     """Return the requests of a call, checked; ``longest`` and ``layout``: the engine's ``max_model_len`` and routers.
 
-    ``new_id`` makes the ids that the caller did not give.
+    Ids that the caller did not give are taken from ``new_ids``.
     """
     count = len(batch.prompts)
     ids = request_ids_each(request_ids, count)
@@ -304,7 +304,7 @@ def make_requests(
         request = make_request(
             prompt,
             common,
-            request_id=new_id() if ids is None else ids[position],
+            request_id=next(new_ids) if ids is None else ids[position],
             priority=turns[position],
             routed_experts=rows[position],
             scoring=None if scoring is None else scoring[position],

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -152,8 +153,7 @@ class GenerationService:
             self._loop,
         )
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._ids = itertools.count()
-        self._id_prefix = uuid.uuid4().hex[:8]
+        self._ids = map(f"{uuid.uuid4().hex[:8]}-{{}}".format, itertools.count())
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -358,8 +358,8 @@ class GenerationService:
         requests = make_requests(
             batch,
             self.sampling_params if sampling_params is None else sampling_params,
-            new_id=lambda: f"{self._id_prefix}-{next(self._ids)}",
-            longest=min(info.max_model_len for info in self.infos),
+            new_ids=self._ids,
+            longest=min(map(attrgetter("max_model_len"), self.infos)),
             layout=self.infos[0].layout,
             **of_requests,
         )
