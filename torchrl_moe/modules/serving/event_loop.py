@@ -84,12 +84,11 @@ class EventLoop:
         return future.result()
 
     def where(self) -> str:
+        """Return the line that its thread is at."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread.ident or 0)
-        return (
-            "no thread"
-            if frame is None
-            else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        )
+        if frame is None:
+            return "no thread"
+        return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
     def spawn(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the loop, from any thread; it is cancelled, and its future, when the loop stops."""

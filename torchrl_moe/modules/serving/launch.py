@@ -46,6 +46,7 @@ def devices_of_trainer() -> list[int]:
     """Return the indices of the devices that this process uses, and those of a launcher's ranks, begun or not."""
     count = torch.cuda.device_count()
     found = set(range(min(ranks_here(), count)))
+    # this process's own: the current one, and those that it fills
     if torch.cuda.is_initialized():
         found |= {torch.cuda.current_device(), *(index for index in range(count) if torch.cuda.memory_reserved(index))}
     return sorted(found)

@@ -397,15 +397,11 @@ def load_bound(candidates: Candidates, threshold: float, margin: float) -> float
     return max(threshold * mean, mean + margin)
 
 
-# The table.
-
-
-SHOWN = 8
-"""How many replicas a repr lists one by one."""
+SHOWN = 8  # replicas that a repr lists one by one
 
 
 class ReplicaTable:
-    """The replicas of one service."""
+    """The replicas of one service, under one lock."""
 
     def __init__(
         self,

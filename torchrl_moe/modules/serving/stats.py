@@ -391,8 +391,8 @@ class ServiceCollector:
         for name, meaning in COUNTERS.items():
             if name not in OUTCOMES:
                 yield self._families.CounterMetricFamily(f"{PREFIX}{name}", meaning, value=summary[name])
+        ends = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
         for name, (counts, total) in self._metrics.histograms().items():
-            ends = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
             yield self._families.HistogramMetricFamily(
                 f"{PREFIX}request_{name}",
                 "Seconds of answered requests, from their arrival at the engine.",
