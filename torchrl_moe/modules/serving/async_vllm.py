@@ -191,30 +191,14 @@ class AsyncVLLM(GenerationService):
         devices: Devices | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
-        """Start replicas of a model; the first six parameters are TorchRL's, in its order.
+        """Start replicas of a model. Six parameters are TorchRL's, in its order; the constructor has the others.
 
-        Args:
-            model_name: a folder, or a hub name.
-            num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
-            num_replicas: how many engines.
-            verbose: see the constructor.
-            compile: whether vLLM may compile the model; False sets mode 0 in ``compilation_config``, unless it has a
-                mode. ``enforce_eager=True`` turns CUDA graphs off, too.
-            enable_fp32_output: whether the last layer computes in float32, whatever the dtype of the others. Then
-                logits are not rounded: in bfloat16 they have 3 significant digits.
-            engine: see the constructor.
-            backend: see the constructor.
-            sampling_params: see the constructor.
-            metrics: see the constructor.
-            log_folder: see the constructor.
-            name: see the constructor.
-            namespace: see the constructor.
-            resources: see the constructor.
-            max_concurrent_requests: see the constructor.
-            faults: see the constructor.
-            devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. For another
-                engine, that engine's own arguments.
+        ``model_name`` is a folder or a hub name, and ``num_devices`` another name of ``tensor_parallel_size`` (default:
+        1). ``compile=False`` sets mode 0 in ``compilation_config``, unless it has a mode; ``enforce_eager=True`` turns
+        CUDA graphs off, too. With ``enable_fp32_output`` the last layer computes in float32, whatever the dtype of the
+        others. Then logits are not rounded: in bfloat16 they have 3 significant digits. ``vllm_engine_args`` are fields
+        of ``vllm.AsyncEngineArgs``, of which a parallel size may be ``None`` for 1; for another engine, that engine's
+        own arguments.
 
         Raises:
             ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
