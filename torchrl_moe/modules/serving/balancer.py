@@ -323,7 +323,10 @@ class LoadBalancer:
     def _choose(
         self, context: RoutingContext, min_version: int | None = None, group_id: str | None = None
     ) -> TableEntry:
-        """Choose among the replicas that may take a request: the first strategy with an opinion wins."""
+        """Choose among the replicas that may take a request: the first strategy with an opinion wins.
+
+        One that raises, or chooses a replica that may not take it, counts as having none; a warning is shown once.
+        """
         table = self.replica_table
         if table.reports:
             table.expire(self._clock() - REPORT_SECONDS)
