@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.report import Row, finish, median_range
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 
 REPLICAS, PROMPTS, TOKENS, ROUNDS = 1024, 20_000, 32, 9

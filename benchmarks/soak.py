@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.report import Row, finish
 from torchrl_moe.errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy
-from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaState
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 ENGINE: dict[str, Any] = {

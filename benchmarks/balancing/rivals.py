@@ -16,7 +16,7 @@ import xxhash
 
 from benchmarks.balancing.fleet import Fleet, SimRequest
 from torchrl_moe.modules import Lease, LoadBalancer
-from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaState
 
 __all__ = ["AFFINE", "BOUNDED", "RIVALS", "Oracle", "Ours"]
 

@@ -26,7 +26,7 @@ from support.engines import EngineShelf
 from support.http import ASKED, events, serving, text_of
 from support.waiting import in_thread, until
 from torchrl_moe.http import HttpServer, Limits, load_trajectories, serve_http
-from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
 
 pytestmark = pytest.mark.needs_vllm

@@ -11,9 +11,8 @@ import numpy as np
 from support.waiting import HOUR, until
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.in_flight import Call, InFlight
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState, ReplicaTable
 from torchrl_moe.modules.serving.requests import placements
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing import FakeAsyncVLLM

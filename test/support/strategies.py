@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+from torchrl_moe.modules.serving.replica_table import Candidates, TableEntry
 from torchrl_moe.modules.serving.strategies import RoutingContext, Strategy
 
 

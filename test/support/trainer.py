@@ -30,7 +30,7 @@ from support.services import RestartingService
 from support.waiting import until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 

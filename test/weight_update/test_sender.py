@@ -27,7 +27,7 @@ from support.weights import Connect, Fleet, UpdateCounter, always, value_in, val
 from torchrl_moe.errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.store import writer as store_writer
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe

@@ -34,8 +34,8 @@ from torchrl_moe.errors import CollectionError, CollectionStalledError, EngineEr
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
-from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.replica_table import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 
 T = TypeVar("T")

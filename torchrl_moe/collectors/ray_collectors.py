@@ -35,9 +35,8 @@ from torchrl_moe.errors import CollectionError, EngineError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import ReplicaState, ReplicaTable
 from torchrl_moe.render.tables import html_table
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
     from torchrl_moe.modules.serving.balancer import Lease as Lease
     from torchrl_moe.modules.serving.balancer import LoadBalancer as LoadBalancer
-    from torchrl_moe.modules.serving.candidates import FaultPolicy as FaultPolicy
+    from torchrl_moe.modules.serving.replica_table import FaultPolicy as FaultPolicy
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -50,7 +50,7 @@ else:
             ".replay.router_replay": "Packing RouterReplay",
             ".serving.async_vllm": "AsyncVLLM make_async_vllm_engine",
             ".serving.balancer": "Lease LoadBalancer",
-            ".serving.candidates": "FaultPolicy",
+            ".serving.replica_table": "FaultPolicy",
             "torchrl.modules.llm": "ChatHistory LLMWrapperBase LogProbs Masks Text Tokens",
         },
     )

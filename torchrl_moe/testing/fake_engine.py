@@ -38,8 +38,8 @@ from torchrl_moe.modules.backends.replica import (
     Request,
     Tell,
 )
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.fake_model import FakeModel, Script, text_of, tokens_to_come

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.engine import WeightOwner
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport, WeightClaim
-from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.store.reader import ADAPTER_FILES

@@ -31,7 +31,7 @@ from torchrl_moe.errors import (
 )
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, StageReport, SwapReport, this_process
-from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
+from torchrl_moe.modules.serving.replica_table import GONE, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.options import SwapOptions
 from torchrl_moe.weight_update.publishing import Published

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchrl_moe.errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds
-from torchrl_moe.modules.serving.candidates import TableEntry
+from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.weight_update.options import SyncOptions

@@ -23,9 +23,9 @@ from support.clock import Clock
 from support.errors import raising
 from support.strategies import Says
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
-from torchrl_moe.modules.serving import candidates
+from torchrl_moe.modules.serving import replica_table
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.candidates import TRANSITIONS, Groups, ReplicaState, TableEntry
+from torchrl_moe.modules.serving.replica_table import TRANSITIONS, Groups, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.strategies import (
     STRATEGIES,
     KVCache,
@@ -358,7 +358,7 @@ def test_a_group_is_unsettled_once_all_have_ended_and_none_was_answered(
 
 
 def test_groups_with_requests_under_way_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "MOST_GROUPS", 64)
+    monkeypatch.setattr(replica_table, "MOST_GROUPS", 64)
     groups, count = Groups(), 64 + 1
     ends = [groups.join(str(number), 1) for number in range(count)]
     groups.join("0", 2)(True)  # a later request of the first is on the same version

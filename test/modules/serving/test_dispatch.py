@@ -32,9 +32,9 @@ from torchrl_moe.errors import (
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
-from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.dispatch import PRIORITY_SECONDS, Admission
 from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

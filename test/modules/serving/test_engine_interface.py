@@ -28,7 +28,7 @@ def three() -> Iterator[FakeAsyncVLLM]:
 FRESH = """
 import sys, time, weakref
 from torchrl_moe.modules.serving import fleet
-from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
 
 fleet.TICK_SECONDS = 0.02

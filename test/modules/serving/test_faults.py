@@ -27,7 +27,7 @@ from support.engines import EngineShelf, start_engine
 from support.reference import TOLERANCE, Reference
 from support.waiting import PATIENCE, until
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 
 ROOT = Path(__file__).parents[3]
 RESTART = 150.0  # generous: an engine starts in twenty seconds, on a machine of its own

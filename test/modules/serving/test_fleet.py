@@ -22,8 +22,8 @@ from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, We
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving import fleet as fleet_module
-from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.fleet import ProbeHistory
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
 from torchrl_moe.testing.fake_weights import FakeFleet
 

@@ -18,7 +18,6 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.ray import cluster
-from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
     DeviceSets,
     devices_of_trainer,
@@ -28,6 +27,7 @@ from torchrl_moe.modules.serving.launch import (
     ray_service,
     visible_devices,
 )
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 
 # -- built and started, with scripted replicas in place of processes --------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 from support.clock import Clock
 from support.services import listening
 from torchrl_moe.modules.backends.replica import ReplicaStats
-from torchrl_moe.modules.serving.candidates import (
+from torchrl_moe.modules.serving.replica_table import (
     Breaker,
     BreakerState,
     CacheUsage,
@@ -20,10 +20,10 @@ from torchrl_moe.modules.serving.candidates import (
     FaultPolicy,
     Recovery,
     ReplicaState,
+    ReplicaTable,
     TableEntry,
     load_bound,
 )
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
 
 def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_requests_of_its_time() -> None:

@@ -23,7 +23,7 @@ from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM, LoadBalancer
 from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
-from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 from torchrl_moe.modules.serving.requests import (
     Placement,
     PromptBatch,

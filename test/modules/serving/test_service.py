@@ -25,7 +25,7 @@ from support.waiting import in_thread, until
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
-from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService, Progress
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica

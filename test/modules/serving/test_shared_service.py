@@ -28,7 +28,7 @@ from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, running_services
 from torchrl_moe.modules.serving import async_vllm
-from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.replica_table import Recovery
 
 OTHER_DRIVER = """
 import sys

@@ -30,8 +30,7 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaStats,
     nothing_yet,
 )
-from torchrl_moe.modules.serving.candidates import ReplicaState
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import ReplicaState, ReplicaTable
 from torchrl_moe.modules.serving.stats import (
     BOUNDS,
     COUNTERS,

@@ -15,8 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from support.clock import Clock
 from torchrl_moe.modules.serving.balancer import LoadBalancer
-from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import Candidates, ReplicaState, ReplicaTable
 from torchrl_moe.modules.serving.strategies import (
     KVCache,
     LeastRequests,

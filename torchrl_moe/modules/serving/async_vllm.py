@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from tqdm.auto import tqdm
 
-from torchrl_moe._checks import check_bool
+from torchrl_moe._checks import check_bool, shown
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
@@ -30,13 +29,13 @@ from torchrl_moe.modules.serving.launch import (
     EngineName,
     ReplicaFactory,
     check_backend,
-    check_log_folder,
     default_timeout,
     local_factory,
     pretrained_arguments,
     ray_factory,
     ray_service,
 )
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
 from torchrl_moe.modules.serving.service import GenerationService
 
@@ -113,7 +112,8 @@ class AsyncVLLM(GenerationService):
     ) -> None:
         check_service(sampling_params, metrics, max_concurrent_requests, faults)
         check_bool("verbose", verbose)
-        check_log_folder(log_folder)
+        if not isinstance(log_folder, str | os.PathLike | None):
+            raise ValueError(f"log_folder must be a path, or None, got {shown(log_folder)}.")
         kind = engine_kind(engine)
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
         check_backend(backend, num_replicas, devices, actor_class, **of_ray)
@@ -191,30 +191,14 @@ class AsyncVLLM(GenerationService):
         devices: Devices | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
-        """Start replicas of a model; the first six parameters are TorchRL's, in its order.
+        """Start replicas of a model. Six parameters are TorchRL's, in its order; the constructor has the others.
 
-        Args:
-            model_name: a folder, or a hub name.
-            num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
-            num_replicas: how many engines.
-            verbose: see the constructor.
-            compile: whether vLLM may compile the model; False sets mode 0 in ``compilation_config``, unless it has a
-                mode. ``enforce_eager=True`` turns CUDA graphs off, too.
-            enable_fp32_output: whether the last layer computes in float32, whatever the dtype of the others. Then
-                logits are not rounded: in bfloat16 they have 3 significant digits.
-            engine: see the constructor.
-            backend: see the constructor.
-            sampling_params: see the constructor.
-            metrics: see the constructor.
-            log_folder: see the constructor.
-            name: see the constructor.
-            namespace: see the constructor.
-            resources: see the constructor.
-            max_concurrent_requests: see the constructor.
-            faults: see the constructor.
-            devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. For another
-                engine, that engine's own arguments.
+        ``model_name`` is a folder or a hub name, and ``num_devices`` another name of ``tensor_parallel_size`` (default:
+        1). ``compile=False`` sets mode 0 in ``compilation_config``, unless it has a mode; ``enforce_eager=True`` turns
+        CUDA graphs off, too. With ``enable_fp32_output`` the last layer computes in float32, whatever the dtype of the
+        others. Then logits are not rounded: in bfloat16 they have 3 significant digits. ``vllm_engine_args`` are fields
+        of ``vllm.AsyncEngineArgs``, of which a parallel size may be ``None`` for 1; for another engine, that engine's
+        own arguments.
 
         Raises:
             ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
@@ -260,8 +244,14 @@ class AsyncVLLM(GenerationService):
             from torchrl_moe.modules.backends.ray.cluster import check_free
 
             check_free(self.name, self._service.namespace)
+        deadline, total = time.monotonic() + seconds, self.num_replicas
         try:
-            self._start_all(seconds)
+            for entry in self.replica_table:
+                entry.replica.start()
+            # disable=None: a bar on a terminal and in a notebook, silence in a log file
+            for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
+                self._wait(entry, deadline, seconds)
+                self._fleet.serve(entry)
         except BaseException:
             self.shutdown()
             raise
@@ -269,20 +259,9 @@ class AsyncVLLM(GenerationService):
         self._fleet.supervise()
         return self
 
-    def _start_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            entry.replica.start()
-        # disable=None: a bar on a terminal and in a notebook, silence in a log file
-        total = self.num_replicas
-        for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
-            self._wait(entry, deadline, seconds)
-            self._fleet.serve(entry)
-
     def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
-        """Wait for a replica."""
         try:
-            self._fleet.wait_ready(entry, max(deadline - time.monotonic(), 0.0))
+            self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
         except ReplicaDiedError:
             raise
         except EngineError as error:
@@ -341,38 +320,32 @@ class AsyncVLLM(GenerationService):
             faults=FaultPolicy(restart=False, probe=math.inf),
         )
         try:
-            self._join(default_timeout() if timeout_seconds is None else timeout_seconds)
+            seconds = default_timeout() if timeout_seconds is None else timeout_seconds
+            deadline = time.monotonic() + seconds
+            for entry in self.replica_table:
+                cast(Any, entry.replica).join()  # a replica in Ray
+            for entry in self.replica_table:
+                try:
+                    self._wait(entry, deadline, seconds)
+                    version = entry.replica.call(Engine.weights_version, CALL_SECONDS)
+                    self.replica_table.set_version(entry.index, version)
+                except ReplicaDiedError as error:
+                    self.replica_table.mark_dead(entry.index, str(error))
+            if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
+                raise NoReplicaError(
+                    f"service {service.name!r}: no replica is alive. {self.replica_table[0].last_error}"
+                )
+            self._fleet.supervise()
+            for entry in self.replica_table:
+                if entry.state is not ReplicaState.DEAD:
+                    self._fleet.serve(entry)
+            self._running = True
         except BaseException:
             self.disconnect()
             raise
 
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            cast(Any, entry.replica).join()  # a replica in Ray
-        for entry in self.replica_table:
-            try:
-                self._wait(entry, deadline, seconds)
-                self.replica_table.set_version(entry.index, entry.replica.call(Engine.weights_version, CALL_SECONDS))
-            except ReplicaDiedError as error:
-                self.replica_table.mark_dead(entry.index, str(error))
-        if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
-            raise NoReplicaError(
-                f"service {self._service.name!r}: no replica is alive. {self.replica_table[0].last_error}"
-            )
-        self._fleet.supervise()
-        for entry in self.replica_table:
-            if entry.state is not ReplicaState.DEAD:
-                self._fleet.serve(entry)
-        self._running = True
-
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas; see :meth:`GenerationService.add_replicas`. A named service cannot have more.
-
-        Raises:
-            ValueError: less than one, there are no GPUs left for them, or the service has a name.
-            EngineError: one did not start, or not in time; then none is added.
-        """
+        """Start more replicas; see :meth:`GenerationService.add_replicas`. ``ValueError`` if the service has a name."""
         if self.name is not None or self._is_guest:
             raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
         return super().add_replicas(
@@ -387,9 +360,7 @@ class AsyncVLLM(GenerationService):
         end_service(name, namespace)
 
     def disconnect(self) -> None:
-        """Disconnect from a named or connected service; it keeps running. Idempotent.
-
-        This driver's requests are aborted.
+        """Leave a named or connected service running, and abort this driver's requests. Idempotent.
 
         Raises:
             RuntimeError: the service has no name, and ends with this process.

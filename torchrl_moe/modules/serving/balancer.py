@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -12,17 +13,18 @@ from typing import TYPE_CHECKING, Any, Never, cast
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import Candidates, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.strategies import (
     DEFAULT_HIERARCHY,
     OVERLOAD_THRESHOLD,
     REPORT_SECONDS,
-    Hierarchy,
+    STRATEGIES,
+    RoundRobin,
     RoutingContext,
     Settings,
     Strategy,
+    make_strategy,
 )
 
 if TYPE_CHECKING:
@@ -197,14 +199,22 @@ class LoadBalancer:
             self.replica_table = ReplicaTable(cast("Sequence[Replica]", actors), ReplicaState.SERVING)
         else:
             self.replica_table = self.async_vllm.replica_table
-        self.settings = Settings(
+        self.groups = self.replica_table.groups
+        self._settings = Settings(
             prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
         )
-        self.hierarchy = Hierarchy(DEFAULT_HIERARCHY if strategy is None else strategy, self.settings)
-        self._reads_stats = self.hierarchy.reads_stats
+        given: str | Strategy | Sequence[str | Strategy] = DEFAULT_HIERARCHY if strategy is None else strategy
+        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        if not listed:
+            raise ValueError(
+                "strategy is empty: name at least one, for example 'requests'; valid strategies: "
+                + ", ".join(sorted(STRATEGIES))
+            )
+        self._strategies = [make_strategy(item, self._settings) for item in listed]
+        self._warned: set[int] = set()
+        self._reads_stats = any(strategy.reads_stats for strategy in self._strategies)
         self._clock = clock
         self._decisions: Counter[int] = Counter()
-        self.groups = self.replica_table.groups
 
     # -- TorchRL's names --------------------------------------------------------------------------------------------
 
@@ -217,7 +227,7 @@ class LoadBalancer:
     @property
     def strategies(self) -> list[str]:
         """The strategies' names, in order of precedence."""
-        return [strategy.name for strategy in self.hierarchy.strategies]
+        return [strategy.name for strategy in self._strategies]
 
     @property
     def strategy(self) -> str:
@@ -227,12 +237,12 @@ class LoadBalancer:
     @property
     def prefix_length(self) -> int | None:
         """Leading tokens that ``prefix-aware`` looks at; ``None`` for all."""
-        return self.settings.prefix_length
+        return self._settings.prefix_length
 
     @property
     def overload_threshold(self) -> float:
         """Affinity ends at this multiple of the mean load."""
-        return self.settings.overload_threshold
+        return self._settings.overload_threshold
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -261,8 +271,7 @@ class LoadBalancer:
         _check_wishes(min_version, session_id, group_id)
         context = RoutingContext(prompt=prompt, session_id=session_id, request_context=request_context or {})
         with self.replica_table.lock:
-            candidates = self._candidates(min_version, group_id)
-            return self._lease(self.hierarchy.choose(candidates, context), context, group_id)
+            return self._lease(self._choose(context, min_version, group_id), context, group_id)
 
     def acquire_at(
         self,
@@ -306,53 +315,83 @@ class LoadBalancer:
         """Return the replica that takes a request, as TorchRL's balancer does; the request is not counted."""
         context = RoutingContext(prompt=prompt, request_context=request_context or {})
         with self.replica_table.lock:
-            entry = self.hierarchy.choose(self._candidates(None, None), context)
+            entry = self._choose(context)
             self.replica_table.touch(entry.index)  # so that other replicas get their turn
-            self.hierarchy.placed(entry, context)
+            self._learn(entry, context)
             return entry.index
 
-    def _lease(self, entry: TableEntry, context: RoutingContext, group_id: str | None) -> Lease:
-        self.hierarchy.placed(entry, context)  # first, while nothing is counted: warnings may be errors
-        trial = self.replica_table.reserve(entry.index)
-        self._decisions[entry.index] += 1
-        return Lease(
-            self.replica_table, entry, trial, None if group_id is None else self.groups.join(group_id, entry.version)
-        )
+    def _choose(
+        self, context: RoutingContext, min_version: int | None = None, group_id: str | None = None
+    ) -> TableEntry:
+        """Choose among the replicas that may take a request: the first strategy with an opinion wins.
 
-    def _candidates(self, min_version: int | None, group_id: str | None) -> Candidates:
+        One that raises, or chooses a replica that may not take it, counts as having none; a warning is shown once.
+        """
         table = self.replica_table
         if table.reports:
             table.expire(self._clock() - REPORT_SECONDS)
         if self._reads_stats:
             table.read_stats()
-        serving = table.serving()
-        if not len(serving):
+        candidates = table.serving()
+        if not candidates:
             raise NoReplicaError(f"no replica is serving: {table!r}")
-        if min_version is None and group_id is None:
-            return serving
-        if group_id is None:
-            fresh = table.serving(min_version)
-            if not fresh:
-                raise StaleReplicaError(
-                    f"no serving replica holds version {min_version}; the newest is {table.newest_version}"
-                )
-            return fresh
-        version = self.groups.version(group_id)
+        if group_id is not None:
+            candidates = self._of_group(group_id, min_version)
+        elif min_version is not None and not (candidates := table.serving(min_version)):
+            raise StaleReplicaError(
+                f"no serving replica holds version {min_version}; the newest is {table.newest_version}"
+            )
+        for strategy in self._strategies:
+            try:
+                index = strategy.choose(candidates, context)
+                entry = None if index is None else candidates.find(index)
+            except Exception as error:  # noqa: BLE001  user code; requests must still be placed
+                self._warn(strategy, f"failed with {error!r}")
+                continue
+            if entry is not None:
+                return entry
+            if index is not None:
+                allowed = ", ".join(str(candidate.index) for candidate in candidates)
+                self._warn(strategy, f"chose replica {index!r}, not one of {allowed}")
+        return candidates.least_loaded()
+
+    def _of_group(self, group_id: str, min_version: int | None) -> Candidates:
+        """Return the replicas of a group's version, or of the newest if it has none yet."""
+        table, version = self.replica_table, self.groups.version(group_id)
         version = table.newest_version if version is None else version
         if min_version is not None and version < min_version:
             raise StaleReplicaError(f"group {group_id!r} is on version {version}, asked for {min_version}")
-        candidates = table.serving(version, version)
-        if not candidates:
+        if not (candidates := table.serving(version, version)):
             raise StaleReplicaError(
                 f"no serving replica holds version {version}, which group {group_id!r} began on; the newest is "
                 f"{table.newest_version}. Begin the group again, under another id."
             )
         return candidates
 
+    def _learn(self, entry: TableEntry, context: RoutingContext) -> None:
+        for strategy in self._strategies:
+            try:
+                strategy.placed(entry, context)
+            except Exception as error:  # noqa: BLE001  as above
+                self._warn(strategy, f"failed to learn with {error!r}")
+
+    def _warn(self, strategy: Strategy, what: str) -> None:
+        if id(strategy) not in self._warned:
+            self._warned.add(id(strategy))
+            warnings.warn(f"strategy {strategy.name!r} {what}; the next strategy is used. Shown once.", stacklevel=4)
+
+    def _lease(self, entry: TableEntry, context: RoutingContext, group_id: str | None) -> Lease:
+        self._learn(entry, context)  # first, while nothing is counted: warnings may be errors
+        trial = self.replica_table.reserve(entry.index)
+        self._decisions[entry.index] += 1
+        over = None if group_id is None else self.groups.join(group_id, entry.version)
+        return Lease(self.replica_table, entry, trial, over)
+
     def finish_session(self, session_id: str) -> None:
         """End a session; otherwise it counts as active until it was idle for ten minutes."""
         with self.replica_table.lock:
-            self.hierarchy.finish_session(session_id)
+            for strategy in self._strategies:
+                strategy.finish_session(session_id)
 
     # -- stats ----------------------------------------------------------------------------------------------------
 
@@ -360,13 +399,11 @@ class LoadBalancer:
         """Report a replica's load from elsewhere; it is used for five seconds, or until the replica's own next report.
 
         Args:
-            index: the replica.
-            pending_requests: its requests, counted if more than are counted here, because other callers share the
-                replica.
+            index: the replica; ``IndexError`` if there is none.
+            pending_requests: its requests, counted if more than are counted here: other callers may share the replica.
             cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``.
 
         Raises:
-            IndexError: there is no such replica.
             ValueError: a number out of range.
         """
         check_number("index", index, whole=True)
@@ -380,6 +417,7 @@ class LoadBalancer:
 
         ``cache_usage`` is the last value that the replica sent or :meth:`observe` was given, or ``None``.
         """
+        turn = next((one.next_index for one in self._strategies if isinstance(one, RoundRobin)), 0)
         with self.replica_table.lock:
             self.replica_table.read_stats()
             return {
@@ -388,7 +426,7 @@ class LoadBalancer:
                 "num_actors": len(self.replica_table),
                 "prefix_length": self.prefix_length,
                 "overload_threshold": self.overload_threshold,
-                "round_robin_index": self.hierarchy.turn % len(self.replica_table),
+                "round_robin_index": turn % len(self.replica_table),
                 "actor_stats": [
                     {
                         "actor_index": entry.index,

@@ -20,12 +20,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Tell, nothing_yet
-from torchrl_moe.modules.serving.event_loop import EventLoop, tell, wake
+from torchrl_moe.modules.backends.replica import Completion, Replica, joined, nothing_yet
+from torchrl_moe.modules.serving.balancer import Lease
+from torchrl_moe.modules.serving.event_loop import EventLoop, end_wait, tell
 from torchrl_moe.modules.serving.in_flight import (
     ALONE_SECONDS,
     Call,
@@ -37,108 +41,17 @@ from torchrl_moe.modules.serving.in_flight import (
 )
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
-# Sends requests to replicas, and returns their outcomes to the loop.
-
-
 LOG = logging.getLogger(__name__)
-
-
-class Submissions:
-    """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop."""
-
-    def __init__(self, loop: EventLoop, find: Callable[[str], InFlight | None] = lambda _: None) -> None:
-        self._loop = loop
-        self._find = find  # a request by its id
-        self._outgoing: dict[Replica, dict[InFlight, asyncio.Future[Completion]]] = {}  # by replica
-        self._lock = threading.Lock()
-        self._back: list[tuple[asyncio.Future[Completion], Future[Completion]]] = []  # other threads add to it
-
-    def put(self, request: InFlight, replica: Replica) -> asyncio.Future[Completion]:
-        """Send a request at the end of this turn; return the future of its answer."""
-        loop = asyncio.get_running_loop()
-        if not self._outgoing:
-            loop.call_soon(self._send_all)
-        answer: asyncio.Future[Completion] = loop.create_future()
-        self._outgoing.setdefault(replica, {})[request] = answer
-        return answer
-
-    def remove(self, request: InFlight) -> bool:
-        """Withdraw a request; return whether it was not sent yet."""
-        outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
-        return outgoing.pop(request, None) is not None
-
-    def _send_all(self) -> None:
-        outgoing, self._outgoing = self._outgoing, {}
-        for replica, requests in outgoing.items():
-            streams = any(request.request.stream for request in requests)
-            tell: Tell | None = (lambda parts: self._loop.call(self._tell, parts)) if streams else None
-            futures = _submit(replica, [request.request for request in requests], tell) if requests else ()
-            for answer, future in zip(requests.values(), futures, strict=True):
-                future.add_done_callback(partial(self._take_back, answer))
-
-    def _tell(self, parts: Sequence[Completion]) -> None:
-        for part in parts:
-            if (request := self._find(part.request_id)) is not None:
-                request.tell(part)
-
-    def _take_back(self, answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
-        """Note the end of a request; called from any thread."""
-        with self._lock:
-            is_first = not self._back
-            self._back.append((answer, future))
-        if is_first:  # one call for all that end before it runs
-            self._loop.call(self._collect)
-
-    def _collect(self) -> None:
-        with self._lock:
-            back, self._back = self._back, []
-        loop = asyncio.get_running_loop()
-        for answer, future in back:  # each by itself, so that an error in one does not affect the others
-            loop.call_soon(_settle, answer, future)
-
-
-def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
-    """Give an answer what came back from its replica, unless its request was given up."""
-    if answer.done():
-        return
-    try:
-        answer.set_result(future.result())
-    except (CancelledError, StopIteration) as error:  # no future takes these as the error of another
-        answer.set_exception(EngineError(f"the replica gave up the request: {error!r}"))
-    except BaseException as error:  # noqa: BLE001  raised where the answer is awaited
-        answer.set_exception(error)
-
-
-def _submit(replica: Replica, requests: Sequence[Request], tell: Tell | None) -> Sequence[Future[Completion]]:
-    """Send requests. If that fails, perhaps after some were sent, the error is the outcome of all of them."""
-    try:
-        futures: Sequence[Future[Completion]] = (
-            replica.submit(requests) if tell is None else replica.submit(requests, tell)
-        )
-    except BaseException as error:
-        failed: Future[Completion] = Future()
-        failed.set_exception(error)
-        abort_on(replica, [request.request_id for request in requests])
-        if not isinstance(error, Exception):
-            raise
-        return [failed] * len(requests)
-    return futures
-
-
-def abort_on(replica: Replica, request_ids: Sequence[str]) -> None:
-    """Abort requests on a replica; an error is logged, because the other replicas must be told too."""
-    try:
-        replica.abort(request_ids)
-    except Exception as error:
-        LOG.exception("requests could not be aborted on a replica: %r", error)
+ABORT_GRACE_SECONDS = 5.0
+STOP_SECONDS = 5.0
+PRIORITY_SECONDS = 30.0
+AT_ONCE = 32
+"""Requests admitted in one turn of the loop, so that other callbacks are not delayed."""
 
 
 # Admission: how many requests the engines run at a time, and which request is next.
 #
 # A request that arrives when the service is full waits here, as one small record, not as a message in an engine.
-
-
-PRIORITY_SECONDS = 30.0
 
 
 class Admission:
@@ -195,36 +108,32 @@ class Admission:
         self.taken -= 1
 
 
-ABORT_GRACE_SECONDS = 5.0
-STOP_SECONDS = 5.0
-AT_ONCE = 32
-"""Requests admitted in one turn of the loop, so that other callbacks are not delayed."""
-
-
 class Dispatcher:
     """Runs calls to their end. Its public methods may be called from any thread."""
 
     def __init__(
         self,
         table: ReplicaTable,
-        admission: Admission | None = None,
-        attempts: int = 2,
-        retried: Callable[[], object] = lambda: None,
-        loop: EventLoop | None = None,
+        admission: Admission,
+        attempts: int,
+        retried: Callable[[], object],
+        loop: EventLoop,
     ) -> None:
         self._table = table
-        self._admission = admission or Admission()
+        self._admission = admission
         self._attempts = attempts
         self._retried = retried
-        self._loop = loop or EventLoop("torchrl_moe-service")
+        self._loop = loop
         # what only the loop's thread touches
-        self._open: dict[str, InFlight] = {}
+        self._open: dict[str, InFlight] = {}  # by id
         self._unplaced = Unplaced(table)  # requests that no replica took
         self._suspects = Suspects(table)  # requests under which a replica died
-        self._submissions = Submissions(self._loop, self._open.get)
+        self._outgoing: dict[Replica, dict[InFlight, asyncio.Future[Completion]]] = {}  # placed in this turn
         self._admitting = False
         self._closed = ""  # why, if it is
         self._retrying = False  # other threads set it, under the table's lock
+        self._back_lock = threading.Lock()
+        self._back: list[tuple[asyncio.Future[Completion], Future[Completion]]] = []  # other threads add to it
         # the table does not keep this alive
         changed, settled = weakref.WeakMethod(self.on_table_change), weakref.WeakMethod(self.on_group_settled)
         self._on_change = lambda: (method := changed()) and method()
@@ -260,8 +169,8 @@ class Dispatcher:
         ``on_part`` is called there with what comes before the end.
         """
         loop = asyncio.get_running_loop()
-        over = loop.create_future()
-        call.on_over = partial(wake, loop, over)
+        over: asyncio.Future[None] = loop.create_future()
+        call.on_over = partial(tell, loop, end_wait, over)
         if on_part is not None:
             call.on_part = partial(tell, loop, on_part)
         if not self._loop.call(self._begin, call):
@@ -275,7 +184,8 @@ class Dispatcher:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests; what they have so far is their answer. Unknown ids are ignored."""
-        self._loop.call(self._abort_by_id, list(request_ids))
+        ids = list(request_ids)
+        self._loop.call(lambda: self._abort([self._open[name] for name in ids if name in self._open]))
 
     def set_limit(self, limit: int) -> None:
         self._admission.limit = limit
@@ -304,21 +214,20 @@ class Dispatcher:
             call.end()
             return
         # those that were complete when they came need no engine
-        waiting = [request for request in call.requests if not request.is_over]
+        waiting = {one.request.request_id: one for one in call.requests if one.outcome is None}
         # an abort names a request by its id, so one is never in flight twice
-        ids = {request.request.request_id: request for request in waiting}
-        if taken := sorted(ids.keys() & self._open.keys()):
+        if taken := sorted(waiting.keys() & self._open.keys()):
             call.error = ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
             call.end()
             return
         call.has_begun = True
-        self._open |= ids
+        self._open |= waiting
         if call.deadline is not None:
             # the deadline began when the call was made, not when its turn came
             left = max(call.deadline - time.monotonic(), 0.0)
             call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
         # from here each is on its own; the call ends with the last of them
-        for request in waiting:
+        for request in waiting.values():
             self._admission.put(request)
         self._admit_soon()
         if not waiting:
@@ -361,16 +270,19 @@ class Dispatcher:
         try:
             # a replica that dies under it, or a choice that no replica takes, brings it back here
             while not request.aborted:
-                if request.lease is None and not self._take_lease(request):
+                # a replica: one that is tried alone comes with its lease
+                lease = request.lease or self._take_lease(request)
+                if lease is None:
                     # its place goes to others; a change that may help brings it back here, with a place again
                     self._leave(request)
                     await request.wait()
                     continue
+                # its answer
                 try:
-                    completion = await self._answer(request)
+                    completion = await self._answer(request, lease)
                 except ReplicaDiedError as death:
                     death.__traceback__ = None  # its frames refer to the request, which may be answered yet
-                    if self._note_death(request, death):
+                    if self._note_death(request, lease, death):
                         # until it has a lease on a replica that runs nothing else, or need not be alone
                         await request.wait()
                     continue
@@ -387,11 +299,13 @@ class Dispatcher:
             if not isinstance(error, Exception | asyncio.CancelledError):
                 raise
 
-    def _take_lease(self, request: InFlight) -> bool:
-        """Choose a replica; return false if none takes it now, and one may later. Then it is unplaced."""
+    def _take_lease(self, request: InFlight) -> Lease | None:
+        """Choose a replica; return ``None`` if none takes it now, and one may later. Then it is unplaced."""
+        kind = self._unplaced.kind_of(request) if self._unplaced.kinds else None
         with self._table.lock:  # so that no change is missed
-            if not request.is_first and self._unplaced.join(request):  # the first of them is tried for all
-                return False
+            if kind is not None and not request.is_first:  # the first of them is tried for all
+                kind.join(request)
+                return None
             try:
                 request.lease, request.refusal = take_lease(request), None
             except (NoReplicaError, StaleReplicaError) as why:
@@ -400,31 +314,34 @@ class Dispatcher:
             # one may come that takes it: wait for that, without a place in the engines
             if request.lease is None and (waits_for := prospect(request)) is not None:
                 self._unplaced.put_first(request, waits_for)
-                return False
+                return None
         # what was decided for this one holds for all that wait for the same
-        alike = self._unplaced.alike(request)
-        if request.lease is not None:
+        alike = [] if kind is None else list(kind.requests)
+        if request.lease is None:
+            for one in alike:  # they would wait in vain, too
+                self._unplaced.remove(one)
+                one.refusal = request.refusal
+                self._give_up(one, error=one.not_placed())
+            raise request.not_placed()
+        if alike:
             self._try(alike, are_first=False)
-            return True
-        for one in alike:  # they would wait in vain, too
-            self._unplaced.remove(one)
-            one.refusal = request.refusal
-            self._give_up(one, error=one.not_placed())
-        raise request.not_placed()
+        return request.lease
 
-    async def _answer(self, request: InFlight) -> Completion:
+    async def _answer(self, request: InFlight, lease: Lease) -> Completion:
         """Send a request to the replica of its lease, and return what comes back."""
-        lease = request.lease
-        assert lease is not None
         released: bool | None = False  # whether the replica did its part; None: it had none
+        loop = asyncio.get_running_loop()
         try:
             # numbered in the order of sending: the last sent are the first suspects if the replica dies
             self._suspects.sent(request)
             if request is self._suspects.tried and request.deaths == 1:
                 # by its name: the request itself would keep its answer
-                name = request.request.request_id
-                asyncio.get_running_loop().call_later(ALONE_SECONDS, self._join, name, request.number)
-            completion = await self._submissions.put(request, lease.replica)
+                loop.call_later(ALONE_SECONDS, self._join, request.request.request_id, request.number)
+            # all that are placed in this turn of the loop go in one message per replica, at its end
+            if not self._outgoing:
+                loop.call_soon(self._send_all)
+            answer = self._outgoing.setdefault(lease.replica, {})[request] = loop.create_future()
+            completion: Completion = await answer
             # if its call ended early, no one waits for this answer
             released = None if request.dropped and completion.aborted else True
             # counted, and given to the caller all the same: training refuses them, evaluation may not
@@ -443,18 +360,75 @@ class Dispatcher:
         finally:
             lease.release(released)
 
-    def _note_death(self, request: InFlight, death: ReplicaDiedError) -> bool:
+    def _send_all(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for replica, answers in outgoing.items():
+            requests = [request.request for request in answers]
+            if not requests:  # all were withdrawn
+                continue
+            futures: Sequence[Future[Completion]]
+            try:
+                if any(request.stream for request in requests):
+                    futures = replica.submit(requests, lambda parts: self._loop.call(self._tell, parts))
+                else:
+                    futures = replica.submit(requests)
+            except BaseException as error:
+                # perhaps after some were sent: the error is the outcome of all
+                failed: Future[Completion] = Future()
+                failed.set_exception(error)
+                futures = [failed] * len(requests)
+                abort_on(replica, [request.request_id for request in requests])
+                if not isinstance(error, Exception):
+                    raise
+            for answer, future in zip(answers.values(), futures, strict=True):
+                future.add_done_callback(partial(self._take_back, answer))
+
+    def _tell(self, parts: Sequence[Completion]) -> None:
+        """Give callers what their answers gained."""
+        for part in parts:
+            request = self._open.get(part.request_id)
+            if request is not None and not request.is_over and not request.dropped:
+                request.parts.append(part)
+                request.call.on_part(part)
+
+    def _take_back(self, answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
+        """Note the end of a request; called from any thread."""
+        with self._back_lock:
+            is_first = not self._back
+            self._back.append((answer, future))
+        if is_first:  # one call for all that end before it runs
+            self._loop.call(self._collect)
+
+    def _collect(self) -> None:
+        """Wake the requests that replicas have answered."""
+        with self._back_lock:
+            back, self._back = self._back, []
+        for answer, future in back:
+            if answer.done():  # its request was given up
+                continue
+            try:
+                answer.set_result(future.result())
+            except (CancelledError, StopIteration) as error:  # no future takes these as the error of another
+                answer.set_exception(EngineError(f"the replica gave up the request: {error!r}"))
+            except BaseException as error:  # noqa: BLE001  raised where the answer is awaited
+                answer.set_exception(error)
+
+    def _note_death(self, request: InFlight, lease: Lease, death: ReplicaDiedError) -> bool:
         """Return whether a request must be alone at its next try; raise if it is given up."""
-        lease, request.lease = request.lease, None
-        assert lease is not None
-        request.keep_parts()
+        request.lease = request.refusal = None
+        # on another replica it continues after what its caller has
+        if request.parts:
+            so_far, request.parts = joined(request.request, request.parts), []
+            ids = so_far.prompt_token_ids.astype(np.int32)
+            request.request = replace(request.request, prompt=None, prompt_token_ids=ids, resume=so_far)
         entry = self._table[lease.index]
         # a replica that was removed, or was dead before, was not killed by this request
         counts = not (entry.leaving or request.met_dead)
         was_alone = request is self._suspects.tried and self._suspects.is_alone
         # the table's says more than that a stalled one was ended; an error without frames, which refer to the request
         says = entry.last_error if entry.replica is lease.replica and entry.last_error else str(death)
-        request.died(ReplicaDiedError(says), counts)
+        request.death = ReplicaDiedError(says)
+        request.deaths += counts
         cleared = self._suspects.ended(request, killed=counts)
         # later: the others of a replica that died are reported in this turn, and the last sent is to be first
         asyncio.get_running_loop().call_soon(self._try_alone, cleared)
@@ -462,7 +436,10 @@ class Dispatcher:
             return False
         # only a death that nobody else can have caused proves anything
         if request.deaths >= self._attempts and (was_alone or self._attempts == 1):
-            raise request.given_up()
+            raise ReplicaDiedError(
+                f"request {request.position} ({request.request.request_id!r}) was given up: {request.deaths} replicas "
+                f"died under it. The last one: {says}"
+            )
         self._retried()
         return counts and self._suspects.add(request, lease.replica)
 
@@ -478,16 +455,22 @@ class Dispatcher:
         request.lease, request.outcome, request.error = None, completion, error
         # in this order: its place, what waits for it, then its caller
         self._leave(request)  # before its call ends: then all counts are right
-        self._try_alone(self._suspects.ended(request))
+        if self._suspects.waiting or request is self._suspects.tried:
+            self._try_alone(self._suspects.ended(request))
         if request.is_first:
             request.is_first = False
-            self._try(self._unplaced.next_alike(request))
+            kind = self._unplaced.kind_of(request)
+            self._try([] if kind is None else [kind.first])
         call = request.call
         if call.over:
             return
         call.unfinished -= 1
         if completion is not None and not request.dropped:
-            call.tell(completion)
+            try:
+                call.finished(completion)
+            except Exception as problem:  # a bar that cannot be drawn ends no call
+                LOG.exception("the progress of a call cannot be shown any more: %r", problem)
+                call.finished = lambda _: None
         if not call.unfinished:
             call.end()
 
@@ -520,9 +503,9 @@ class Dispatcher:
         self._admit_soon()
 
     def _admit_soon(self) -> None:
-        if not self._admitting:  # else in the next turn: more at once would delay other callbacks
+        if self._admission.waiting and not self._admitting:
             self._admitting = True
-            asyncio.get_running_loop().call_soon(self._admit)
+            asyncio.get_running_loop().call_soon(self._admit)  # more at once would delay other callbacks
 
     def _leave(self, request: InFlight) -> None:
         if request.has_place:
@@ -534,7 +517,7 @@ class Dispatcher:
 
     def on_table_change(self) -> None:
         """Try requests that no replica took, soon. Called under the table's lock, from any thread."""
-        if (self._unplaced or self._suspects) and not self._retrying:
+        if (self._unplaced.kinds or self._suspects.waiting) and not self._retrying:
             self._retrying = True
             self._loop.call(self._retry)
 
@@ -572,9 +555,6 @@ class Dispatcher:
 
     # -- aborts -----------------------------------------------------------------------------------------------------
 
-    def _abort_by_id(self, ids: Sequence[str]) -> None:
-        self._abort([self._open[name] for name in ids if name in self._open])
-
     def _abort(self, requests: Iterable[InFlight]) -> None:
         """Abort requests wherever they are; running ones with one message per replica."""
         names: dict[Replica, list[str]] = {}
@@ -589,9 +569,10 @@ class Dispatcher:
 
     def _withdraw(self, request: InFlight) -> bool:
         """Remove a request that was not sent to a replica yet, wherever it waits; return False if it was sent."""
-        return any(
-            place.remove(request) for place in (self._admission, self._unplaced, self._suspects, self._submissions)
-        )
+        if any(place.remove(request) for place in (self._admission, self._unplaced, self._suspects)):
+            return True
+        placed = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
+        return placed.pop(request, None) is not None
 
     def _close(self, why: str) -> None:
         self._closed = self._closed or why
@@ -600,3 +581,11 @@ class Dispatcher:
             self._withdraw(request)
         for request in unfinished:
             self._give_up(request, error=EngineError(why))
+
+
+def abort_on(replica: Replica, request_ids: Sequence[str]) -> None:
+    """Abort requests on a replica; an error is logged, because the other replicas must be told too."""
+    try:
+        replica.abort(request_ids)
+    except Exception as error:
+        LOG.exception("requests could not be aborted on a replica: %r", error)

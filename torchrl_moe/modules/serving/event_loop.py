@@ -84,13 +84,11 @@ class EventLoop:
         return future.result()
 
     def where(self) -> str:
-        """Say which line its thread is at."""
+        """Return the line that its thread is at."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread.ident or 0)
-        return (
-            "no thread"
-            if frame is None
-            else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        )
+        if frame is None:
+            return "no thread"
+        return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
     def spawn(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the loop, from any thread; it is cancelled, and its future, when the loop stops."""
@@ -202,18 +200,13 @@ async def in_thread(name: str, function: Callable[[*Arguments], T], *arguments: 
     return await asyncio.wrap_future(future)
 
 
-def wake(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None]) -> None:
-    """End a wait in another loop, from any thread. Nothing happens if that loop was closed under its own tasks."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_end_wait, waiting)
-
-
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], value: T) -> None:
-    """Call a function in another loop, from any thread, as :func:`wake` does; calls keep their order."""
+    """Call a function in another loop, from any thread, in the order of calls; nothing happens if it was closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, value)
 
 
-def _end_wait(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():  # cancelled
+def end_wait(waiting: asyncio.Future[None]) -> None:
+    """End a wait in this loop, unless it was cancelled."""
+    if not waiting.done():
         waiting.set_result(None)

@@ -22,9 +22,15 @@ from typing import TypeVar
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, Replica, ReplicaInfo
-from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop, NoThreadError, in_thread
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import (
+    GONE,
+    FaultPolicy,
+    Recovery,
+    ReplicaState,
+    ReplicaTable,
+    TableEntry,
+)
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,22 +76,11 @@ async def keep(reference: weakref.ref[Fleet], entry: TableEntry, woken: asyncio.
             fleet.forget(entry)
             return
         try:
-            # watch
-            stalled = ""
-            if entry.state not in GONE:
-                fleet.note_version(entry)
-                probe = fleet.probe_of(entry)
-                if probe is not None and (stalled := probe.look(fleet.table)):
-                    fleet.note_stall(entry, probe.replica, stalled)
-                else:
-                    await fleet.note_death(entry)
-            # restart, or update
-            if entry.state in GONE and (stalled or fleet.may_restart(entry)):
-                await fleet.restart(entry)
-            elif fleet.was_updated(entry):
-                await fleet.catch_up(entry)
-        except Exception as error:  # noqa: BLE001  it is logged and kept, and the next look tries again
-            fleet.note_error(entry, error)
+            await fleet.look(entry)
+        except Exception as error:  # it is logged and kept, and the next look tries again
+            if entry.index not in fleet.errors:
+                LOG.error("the supervisor failed at replica %d, and goes on", entry.index, exc_info=error)
+            fleet.errors[entry.index] = f"{type(error).__name__}: {error}"
         else:
             fleet.errors.pop(entry.index, None)
         del fleet
@@ -119,6 +114,10 @@ async def _wake_keepers(reference: weakref.ref[Fleet], changed: asyncio.Event) -
 class ProbeHistory:
     """The history of one replica's probes. Probes are counted, not seconds, since a suspended driver sends none.
 
+    Attributes:
+        silent: how many of the last probes got no sign of life.
+        slow: how many found the engine computing; both are 0 once the engine core has answered.
+
     >>> history = ProbeHistory(FaultPolicy(probe=10, patience=30))
     >>> [history.note(None) for _ in range(3)]
     ['', '', 'gave no sign of life in 30 s']
@@ -126,102 +125,80 @@ class ProbeHistory:
 
     def __init__(self, policy: FaultPolicy) -> None:
         self._policy = policy
-        self._silent = 0
-        self._slow = 0
+        self.silent = 0
+        self.slow = 0
         self._cpu_seconds = 0.0
 
-    @property
-    def silent(self) -> bool:
-        """Whether the last probe got no sign of life."""
-        return self._silent > 0
-
-    @property
-    def doubtful(self) -> bool:
-        """Whether the engine core did not answer the last probe."""
-        return self._silent + self._slow > 0
-
-    def note(self, probe_report: ProbeReport | None) -> str:
+    def note(self, report: ProbeReport | None) -> str:
         """Record the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
-        if probe_report is not None and probe_report.core_answered:
-            self._silent = self._slow = 0
-            self._cpu_seconds = probe_report.cpu_seconds
-            return ""
-        if probe_report is not None and not probe_report.stopped and self._computed(probe_report):
-            self._silent = 0
-            self._slow += 1
-        else:
-            self._silent += 1
         policy = self._policy
-        if self._silent * policy.probe >= policy.patience:
-            return f"gave no sign of life in {self._silent * policy.probe:g} s"
-        if self._slow * policy.probe >= policy.slow_patience:
-            return f"computed for {self._slow * policy.probe:g} s without an answer"
+        computed = 0.0
+        if report is not None and not report.stopped:
+            computed, self._cpu_seconds = report.cpu_seconds - self._cpu_seconds, report.cpu_seconds
+        if report is not None and report.core_answered:
+            self.silent = self.slow = 0
+            self._cpu_seconds = report.cpu_seconds
+            return ""
+        if report is not None and not report.stopped and computed >= BUSY_SHARE * policy.probe:
+            self.silent = 0
+            self.slow += 1
+        else:
+            self.silent += 1
+        if self.silent * policy.probe >= policy.patience:
+            return f"gave no sign of life in {self.silent * policy.probe:g} s"
+        if self.slow * policy.probe >= policy.slow_patience:
+            return f"computed for {self.slow * policy.probe:g} s without an answer"
         return ""
-
-    def _computed(self, probe_report: ProbeReport) -> bool:
-        before, self._cpu_seconds = self._cpu_seconds, probe_report.cpu_seconds
-        return probe_report.cpu_seconds - before >= BUSY_SHARE * self._policy.probe
 
 
 class Probe:
     """The probes of one replica, while it serves. For one thread; nothing waits."""
 
-    def __init__(self, entry: TableEntry, policy: FaultPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, entry: TableEntry, policy: FaultPolicy) -> None:
         self.replica = entry.replica
         self._index = entry.index
-        self._policy = policy
-        self._clock = clock
+        self._seconds = policy.probe
         self._history = ProbeHistory(policy)
-        self._due = clock() + policy.probe
+        self._due = time.monotonic() + policy.probe
         self._answer: Future[ProbeReport] | None = None  # None: no probe is under way
 
     @property
     def is_idle(self) -> bool:
         """Whether a look would do nothing, unless the replica is doubted."""
-        return self._clock() < self._due and (self._answer is None or not self._answer.done())
+        return time.monotonic() < self._due and (self._answer is None or not self._answer.done())
 
     def look(self, table: ReplicaTable) -> str:
         """Collect an answer, or send the probe that is due; return why the replica is stalled, or ``""``."""
         is_doubted = table.take_doubt(self._index)
-        if self._policy.probe == math.inf:
+        if self._seconds == math.inf:
             return ""
-        is_due = self._clock() >= self._due
+        is_due = time.monotonic() >= self._due
         if self._answer is None:
             # a doubted replica is not probed more often, since its probes count as seconds
-            if is_due or (is_doubted and not self._history.doubtful):
-                self._due = self._clock() + self._policy.probe
-                self._answer = self._ask()
-        elif is_due or self._answer.done():
-            answer, self._answer = self._answer, None
-            reason = self._history.note(_read(answer))
-            if self._history.silent:
-                table.fail(self._index, "gave no sign of life to a health probe", trip=True)
-            return reason
-        return ""
-
-    def _ask(self) -> Future[ProbeReport]:
-        """Send a probe; the engine core gets half of the time, so that its owner's answer still arrives."""
-        try:
-            return self.replica.ask(Engine.probe, self._policy.probe / 2)
-        except Exception as error:  # logged; it counts as silent
-            LOG.exception("a replica could not be probed: %r", error)
-            failed: Future[ProbeReport] = Future()
-            failed.set_exception(EngineError(str(error)))
-            return failed
-
-
-def _read(answer: Future[ProbeReport]) -> ProbeReport | None:
-    """Return a replica's report, ``None`` if there is none.
-
-    A dead one, or one without this command, passes: its death is reported elsewhere.
-    """
-    if not answer.done():
-        return None
-    error = answer.exception()
-    if error is None:
-        return answer.result()
-    is_silent = isinstance(error, EngineError) and not isinstance(error, ReplicaDiedError)
-    return None if is_silent else ProbeReport(core_answered=True)
+            if is_due or (is_doubted and not (self._history.silent or self._history.slow)):
+                self._due = time.monotonic() + self._seconds
+                try:
+                    # the engine core gets half of the time, so that its owner's answer still arrives
+                    self._answer = self.replica.ask(Engine.probe, self._seconds / 2)
+                except Exception as problem:  # it counts as silent
+                    LOG.exception("a replica could not be probed: %r", problem)
+                    self._answer = Future()
+                    self._answer.set_exception(EngineError(str(problem)))
+            return ""
+        if not (is_due or self._answer.done()):
+            return ""
+        answer, self._answer = self._answer, None
+        report: ProbeReport | None = None
+        if answer.done():
+            error = answer.exception()
+            if error is None:
+                report = answer.result()
+            elif isinstance(error, ReplicaDiedError) or not isinstance(error, EngineError):
+                report = ProbeReport(core_answered=True)  # a death is reported elsewhere; it may lack this command
+        reason = self._history.note(report)
+        if self._history.silent:
+            table.fail(self._index, "gave no sign of life to a health probe", trip=True)
+        return reason
 
 
 # All replicas.
@@ -263,9 +240,6 @@ class Fleet:
         self.is_frozen = False
 
     # -- life -------------------------------------------------------------------------------------------------------
-
-    def wait_ready(self, entry: TableEntry, seconds: float) -> None:
-        self.infos.append(entry.replica.wait_ready(seconds))
 
     def serve(self, entry: TableEntry) -> None:
         """Let a ready replica serve: at once, or, if another has newer weights, once it has the newest."""
@@ -351,7 +325,6 @@ class Fleet:
             woken.set()
 
     def note_deaths(self) -> None:
-        """Mark replicas that have died and are not marked yet."""
         for entry in self.table:
             replica = entry.replica
             if entry.state not in SILENT and not replica.is_alive():
@@ -364,49 +337,50 @@ class Fleet:
         """Why the last look at a replica failed; ``None`` if all succeeded."""
         return next(iter(list(self.errors.values())), None)
 
-    def note_error(self, entry: TableEntry, error: Exception) -> None:
-        """Log and keep what a look at a replica failed with."""
-        if entry.index not in self.errors:
-            LOG.error("the supervisor failed at replica %d, and goes on", entry.index, exc_info=error)
-        self.errors[entry.index] = f"{type(error).__name__}: {error}"
-
     def forget(self, entry: TableEntry) -> None:
         self.errors.pop(entry.index, None)
         self._keepers.pop(entry.index, None)
         self._probes.pop(entry.index, None)
 
-    def note_version(self, entry: TableEntry) -> None:
-        """Note the version that a replica reports: if this driver loads none, another one may have."""
-        replica = entry.replica
-        if (stats := replica.last_stats) is None:
-            return
-        self.table.note_version(stats.weights_version)
-        with self.table.lock:
-            unheard = entry.replica is replica and entry.version < stats.weights_version
-            if unheard and entry.state is ReplicaState.SERVING and self.bring is None:
-                self.table.set_version(entry.index, stats.weights_version)
+    async def look(self, entry: TableEntry) -> None:
+        """Watch a replica, and restart or update it if it is time for that."""
+        replica, stalled = entry.replica, ""
+        if entry.state not in GONE:
+            # the version that it reports: if this driver loads none, another one may have
+            if (stats := replica.last_stats) is not None:
+                self.table.note_version(stats.weights_version)
+                with self.table.lock:
+                    unheard = entry.replica is replica and entry.version < stats.weights_version
+                    if unheard and entry.state is ReplicaState.SERVING and self.bring is None:
+                        self.table.set_version(entry.index, stats.weights_version)
+            # whether it answers, and whether it lives
+            stalled = self._probe(entry)
+            # what starts one notices its death
+            if not stalled and (entry.state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE):
+                await self._note_death(entry)
+        if entry.state in GONE and (stalled or self._may_restart(entry)):
+            await self._restart(entry)
+        elif self._was_updated(entry):
+            await self._catch_up(entry)
 
-    def probe_of(self, entry: TableEntry) -> Probe | None:
-        """Return the probes of a replica; ``None`` if it is not probed in its state."""
-        probe = self._probes.get(entry.index)
+    def _probe(self, entry: TableEntry) -> str:
+        """Probe a replica that may be probed; mark one that has stalled, which must be ended, and return why."""
         if entry.state not in PROBED:
             self._probes.pop(entry.index, None)
-            return None
+            return ""
+        probe = self._probes.get(entry.index)
         if probe is None or probe.replica is not entry.replica:
             self._probes[entry.index] = probe = Probe(entry, self.policy)
-        return probe
+        stalled = probe.look(self.table)
+        if stalled:
+            log = probe.replica.log_tail()
+            reason = f"replica {entry.index} {stalled} and was ended" + (log and f". Its log says:\n{log}")
+            self.table.mark_dead(entry.index, reason, probe.replica)
+        return stalled
 
-    def note_stall(self, entry: TableEntry, replica: Replica, stalled: str) -> None:
-        """Mark a replica that must be ended, with the end of its log."""
-        words = replica.log_tail()
-        reason = f"replica {entry.index} {stalled} and was ended" + (words and f". Its log says:\n{words}")
-        self.table.mark_dead(entry.index, reason, replica)
-
-    async def note_death(self, entry: TableEntry) -> None:
+    async def _note_death(self, entry: TableEntry) -> None:
         """Mark a replica that has died, once it has reported why, or had the time to."""
         replica = entry.replica
-        if entry.state is ReplicaState.STARTING and entry.recovery is not Recovery.UPDATE:
-            return  # what starts it notices
         try:
             if not replica.is_alive():
                 death = replica.death or await self._in_thread(entry, _reason_of_death, replica)
@@ -414,12 +388,12 @@ class Fleet:
         except Exception as error:
             raise EngineError(f"replica {entry.index} could not be asked whether it is alive: {error!r}") from error
 
-    # -- a replica's keeper: restart --------------------------------------------------------------------------------
-
     async def _in_thread(self, entry: TableEntry, function: Callable[..., T], *arguments: object) -> T:
         return await in_thread(f"torchrl_moe-restart-{entry.index}", function, *arguments)
 
-    def may_restart(self, entry: TableEntry) -> bool:
+    # -- a replica's keeper: restart --------------------------------------------------------------------------------
+
+    def _may_restart(self, entry: TableEntry) -> bool:
         """Whether it is this driver that restarts a replica."""
         if entry.recovery is not Recovery.SUPERVISOR or entry.leaving:
             return False
@@ -429,33 +403,44 @@ class Fleet:
             self._give_up(entry, f"replica {entry.index} was shut down by another driver")
         return entry.recovery is Recovery.SUPERVISOR
 
-    async def restart(self, entry: TableEntry) -> None:
-        """End what is left of a replica, and start new ones in its place until one serves."""
+    async def _restart(self, entry: TableEntry) -> None:
+        """End what is left of a replica, and start new ones in its place until one serves, or waits for an update."""
+        begun, policy = self._restarted_at[entry.index], self.policy
         try:
             # its memory is free before another one asks for it
             await self._in_thread(entry, entry.replica.shutdown)
-            while self.may_restart(entry) and await self._wait_for_turn(entry):
-                if await self._start_another(entry):
+            while self._may_restart(entry):
+                # wait as the policy says, or give up
+                while begun and time.monotonic() - begun[0] > policy.restart_window:
+                    begun.popleft()
+                if len(begun) >= policy.max_restarts:
+                    self._give_up(
+                        entry,
+                        f"restarted {len(begun)} times within {policy.restart_window:g} s, and given up. The last "
+                        f"error: {entry.last_error}",
+                    )
                     return
+                if await self._ends_within(policy.delay(len(begun))):
+                    return
+                # start another one
+                replica = await self._in_thread(entry, self._make_for, entry)
+                try:
+                    if not await self._in_thread(entry, self._start_in_place, entry, replica):
+                        await self._in_thread(entry, replica.shutdown)  # it was not started; nothing else would end it
+                        return
+                    await self._in_thread(entry, replica.wait_ready, policy.start)
+                    await self._join(entry, replica)
+                    return
+                except (EngineError, OSError) as error:
+                    self.table.mark_dead(entry.index, str(error), replica)
+                    if entry.leaving or not self.is_over:
+                        await self._in_thread(entry, replica.shutdown)
+                    # else the service ends it, or leaves it to its other drivers
         except NoThreadError:
             raise
         except Exception as error:
             self._give_up(entry, f"restarting failed with {error!r}")
             raise
-
-    async def _wait_for_turn(self, entry: TableEntry) -> bool:
-        """Wait as the policy says; return False if it must not be restarted again."""
-        begun, policy = self._restarted_at[entry.index], self.policy
-        while begun and time.monotonic() - begun[0] > policy.restart_window:
-            begun.popleft()
-        if len(begun) < policy.max_restarts:
-            return not await self._ends_within(policy.delay(len(begun)))
-        self._give_up(
-            entry,
-            f"restarted {len(begun)} times within {policy.restart_window:g} s, and given up. The last error: "
-            f"{entry.last_error}",
-        )
-        return False
 
     async def _ends_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -467,23 +452,6 @@ class Fleet:
         entry.last_error = reason
         LOG.error("replica %d is not restarted any more: %s", entry.index, reason.partition("\n")[0])
         self.table.set_recovery(entry.index, Recovery.NOBODY)
-
-    async def _start_another(self, entry: TableEntry) -> bool:
-        """Start a new replica, and wait until it serves, or waits for the next update; return False if it failed."""
-        replica = await self._in_thread(entry, self._make_for, entry)
-        try:
-            if not await self._in_thread(entry, self._start_in_place, entry, replica):
-                await self._in_thread(entry, replica.shutdown)  # it was not started, and nothing else would end it
-                return True
-            await self._in_thread(entry, replica.wait_ready, self.policy.start)
-            await self._join(entry, replica)
-        except (EngineError, OSError) as error:
-            self.table.mark_dead(entry.index, str(error), replica)
-            if entry.leaving or not self.is_over:
-                await self._in_thread(entry, replica.shutdown)
-            # else the service ends it, or leaves it to its other drivers
-            return False
-        return True
 
     def _make_for(self, entry: TableEntry) -> Replica:
         """Make a replica, and end it at once if nobody waits for it any more."""
@@ -529,7 +497,13 @@ class Fleet:
 
     def _serve_or_wait(self, entry: TableEntry, replica: Replica) -> bool:
         """Let a replica serve with its weights, or wait for an update if others have newer ones."""
-        newest = self._newest_version(entry)
+        # the others are asked, since another driver may have loaded what they have
+        for peer in self.table:
+            if self.table.latest_version:
+                break
+            if peer is not entry and peer.state not in SILENT | GONE:
+                self.table.note_version(_version_of(peer.replica))
+        newest = self.table.latest_version
         holds = _version_of(replica) if newest else 0
         if holds < newest:
             self._await_update(entry)
@@ -538,22 +512,12 @@ class Fleet:
             self.table.set_version(entry.index, holds)
         return self._serve_as_the_others(entry, replica)
 
-    def _newest_version(self, entry: TableEntry) -> int:
-        """Return the newest version of the others; they are asked, since another driver may have loaded it."""
-        for peer in self.table:
-            if self.table.latest_version:
-                break
-            if peer is entry or peer.state is ReplicaState.STARTING or peer.state in GONE:
-                continue
-            self.table.note_version(_version_of(peer.replica))
-        return self.table.latest_version
-
     def _await_update(self, entry: TableEntry) -> None:
         """Let a STARTING replica serve once it holds the newest weights, which any driver may load."""
         entry.lacks = self.table.latest_version
         self._set_recovery(entry, Recovery.UPDATE)
 
-    def was_updated(self, entry: TableEntry) -> bool:
+    def _was_updated(self, entry: TableEntry) -> bool:
         """Whether the update that a replica waited for has happened, with or without this replica."""
         if entry.lacks is None or entry.state is not ReplicaState.STARTING:
             return entry.lacks is not None
@@ -562,7 +526,7 @@ class Fleet:
         newest = self.table.latest_version
         return entry.recovery is Recovery.UPDATE and (entry.lacks < newest or 0 < newest <= holds)
 
-    async def catch_up(self, entry: TableEntry) -> None:
+    async def _catch_up(self, entry: TableEntry) -> None:
         """Bring a replica back after the update that it waited for, unless the update did so already."""
         entry.lacks = None
         if entry.state in GONE:
@@ -585,7 +549,6 @@ class Fleet:
     # -- more and fewer replicas ------------------------------------------------------------------------------------
 
     def add(self, count: int, seconds: float) -> list[int]:
-        """Start more replicas, and wait until they serve, with the current weights, and paused if the others are."""
         if self._make_replica is None:
             raise RuntimeError("add_replicas: this service cannot make replicas: it was given its replicas")
         deadline = time.monotonic() + seconds
@@ -615,7 +578,6 @@ class Fleet:
         self._adopt(entry)
 
     def remove(self, index: int, drain: bool, seconds: float) -> None:
-        """End a replica for good and remove it."""
         entry = self.table[index]
         with self.table.lock:
             if entry.leaving:
@@ -653,7 +615,7 @@ class Fleet:
         for entry in entries:
             self.table.remove(entry.index)
 
-    # -- commands to all --------------------------------------------------------------------------------------------
+    # -- commands to all; what they promise is said in the service --------------------------------------------------
 
     def alive(self) -> list[TableEntry]:
         """Return the replicas that can answer; one that has died is marked."""
@@ -675,8 +637,6 @@ class Fleet:
             raise
 
     def pause(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
-        """Stop scheduling on all; one that is restarted meanwhile comes back paused."""
-        _check_mode(mode)
         self._check_awake("pause")
         with self._pausing:  # before the replicas are told
             before, self._paused = self._paused, True
@@ -693,7 +653,6 @@ class Fleet:
             self._forget_prefixes()
 
     def resume(self, seconds: float) -> None:
-        """Resume scheduling on all."""
         self._check_awake("resume")
         with self._pausing:
             self._paused = False
@@ -707,8 +666,6 @@ class Fleet:
             self.table.changed.notify_all()
 
     def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
-        """Release the memory of all; a replica that is restarted meanwhile does so too, once it has started."""
-        _check_mode(mode)
         before = self._note_sleep(level)
         try:
             self.on_all(lambda replica: replica.call(Engine.sleep, seconds, level, mode))
@@ -722,7 +679,6 @@ class Fleet:
         self._forget_prefixes()
 
     def wake_up(self, tags: Sequence[str] | None, seconds: float) -> None:
-        """Undo :meth:`sleep` on all, or part of it."""
         before = self._note_sleep(None) if tags is None or "kv_cache" in tags else self._sleep_level
         try:
             self.on_all(lambda replica: replica.call(Engine.wake_up, seconds, tags))
@@ -758,7 +714,6 @@ class Fleet:
                 return is_starting
 
     def reset_prefix_cache(self) -> bool:
-        """Drop cached prefixes; return False if a replica could not, because requests are running."""
         done = all(self.on_all(lambda replica: replica.call(Engine.reset_prefix_cache, CALL_SECONDS)))
         self._forget_prefixes()
         return done
@@ -775,16 +730,10 @@ def _each(function: Callable[[Replica], T], entries: Sequence[TableEntry]) -> li
     return [future.result() for future in futures]
 
 
-def _check_mode(mode: str) -> None:
-    if mode not in ("keep", "wait", "abort"):
-        raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
-
-
 def _reason_of_death(replica: Replica) -> str | None:
     deadline = time.monotonic() + WORDS_SECONDS
-    while replica.death is None and time.monotonic() < deadline:
+    while (words := replica.death) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    words: str | None = replica.death
     return words
 
 

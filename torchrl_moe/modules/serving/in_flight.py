@@ -17,23 +17,17 @@ with the tokens that its engine returns for it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request, joined, nothing_yet
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, nothing_yet
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import GONE, Recovery, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.requests import Placement, whole
-
-LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,34 +69,6 @@ class InFlight:
         """Whether its call no longer waits for it."""
         return self.outcome is not None or self.error is not None
 
-    @property
-    def finished(self) -> bool:
-        return self.outcome is not None and not self.outcome.aborted
-
-    def died(self, error: ReplicaDiedError, counts: bool = True) -> None:
-        """Note that its replica died; a removed replica does not count as a death."""
-        self.death, self.refusal = error, None
-        self.deaths += counts
-
-    def tell(self, part: Completion) -> None:
-        if not self.is_over and not self.dropped:
-            self.parts.append(part)
-            self.call.on_part(part)
-
-    def keep_parts(self) -> None:
-        """Continue after what its caller has, on another replica: the one that had the rest is gone."""
-        if self.parts:
-            so_far, self.parts = joined(self.request, self.parts), []
-            ids = so_far.prompt_token_ids.astype(np.int32)
-            self.request = replace(self.request, prompt=None, prompt_token_ids=ids, resume=so_far)
-
-    def given_up(self) -> ReplicaDiedError:
-        """Return the error for a request under which too many replicas died."""
-        return ReplicaDiedError(
-            f"request {self.position} ({self.request.request_id!r}) was given up: {self.deaths} replicas died under "
-            f"it. The last one: {self.death}"
-        )
-
     def not_placed(self) -> EngineError:
         """Return the error for a request that no replica takes: the reason, and an earlier death of its replica."""
         why, death, named = self.refusal, self.death, self.placement.actor_index
@@ -118,28 +84,25 @@ class InFlight:
 class Call:
     """The requests of one ``generate``, which end together."""
 
-    __slots__ = (
-        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "on_part", "over", "requests",
-        "timeout", "timer", "unfinished",
-    )  # fmt: skip
-
     def __init__(
         self,
         balancer: LoadBalancer,
         requests: Sequence[Request],
         placements: Sequence[Placement],
         timeout: float | None = None,
-        finished: Callable[[Completion], object] = lambda _: None,
     ) -> None:
         self.balancer = balancer
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
-        self.finished = finished
-        self.requests = [
-            InFlight(self, position, request, placement, outcome=whole(request))
-            for position, (request, placement) in enumerate(zip(requests, placements, strict=True))
-        ]
-        self.unfinished = sum(not request.is_over for request in self.requests)
+        self.requests: list[InFlight] = []
+        self.whole: list[Completion] = []  # that were complete when they came
+        for position, (request, placement) in enumerate(zip(requests, placements, strict=True)):
+            outcome = whole(request)
+            self.requests.append(InFlight(self, position, request, placement, outcome=outcome))
+            if outcome is not None:
+                self.whole.append(outcome)
+        self.unfinished = len(self.requests) - len(self.whole)
+        self.finished: Callable[[Completion], object] = lambda _: None
         self.has_begun = False
         self.is_late = False
         self.error: BaseException | None = None  # of the call as a whole
@@ -147,14 +110,6 @@ class Call:
         self.over = False
         self.on_over: Callable[[], object] = lambda: None
         self.on_part: Callable[[Completion], object] = lambda _: None
-
-    def tell(self, completion: Completion) -> None:
-        """Report a completion to ``finished``; an error there ends the reports, not the call."""
-        try:
-            self.finished(completion)
-        except Exception as error:
-            LOG.exception("the progress of a call cannot be shown any more: %r", error)
-            self.finished = lambda _: None
 
     def end(self) -> None:
         """Release the caller with the current results, once."""
@@ -169,20 +124,26 @@ class Call:
         return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
-        error = self.error or next((request.error for request in self.requests if request.error is not None), None)
+        error = self.error
+        outcomes: list[Completion] = []
+        for request in self.requests:
+            if error is None:
+                error = request.error
+            if request.outcome is not None:
+                outcomes.append(request.outcome)
         if error is None and self.is_late:
             error = self._lateness()
         if isinstance(error, EngineError):
             error.partial = list(self.partial())
         # they refer to the call; a reference cycle would keep the answers until the next garbage collection
-        requests, self.requests = self.requests, []
+        self.requests = []
         if error is not None:
             raise error
-        return [request.outcome for request in requests if request.outcome is not None]
+        return outcomes
 
     def _lateness(self) -> EngineError | None:
         """Return the error of a call at its deadline; ``None`` if all requests had finished."""
-        late = [request for request in self.requests if request.dropped and not request.finished]
+        late = [one for one in self.requests if one.dropped and (one.outcome is None or one.outcome.aborted)]
         if not late:
             return None
         if (unplaced := next((request for request in late if request.refusal is not None), None)) is not None:
@@ -209,7 +170,6 @@ GROUP = -1
 
 
 def needs(request: InFlight) -> Needs:
-    """Return what a request needs from its replica."""
     call, where = request.call, request.placement
     priority = request.request.priority  # an urgent request does not wait behind another one
     return id(call.balancer), where.actor_index, where.min_version, where.group_id, priority, call.timeout is None
@@ -294,63 +254,48 @@ class _Kind:
     def first(self) -> InFlight:
         return next(iter(self.requests))
 
+    def join(self, request: InFlight) -> None:
+        request.refusal = self.first.refusal
+        self.requests[request] = None
+
 
 class Unplaced:
     """Requests that wait for a replica. Used only in the thread of the service's loop."""
 
     def __init__(self, table: ReplicaTable) -> None:
         self._table = table
-        self._kinds: dict[Needs, _Kind] = {}
+        self.kinds: dict[Needs, _Kind] = {}
         self._groups: dict[str, dict[Needs, None]] = {}  # the kinds of each group
         self._settled: set[str] = set()  # since the last call; other threads add, under the table's lock
         self._seen = 0  # changes of the table, at the last call
 
     def __len__(self) -> int:
-        return sum(len(kind.requests) for kind in self._kinds.values())
+        return sum(len(kind.requests) for kind in self.kinds.values())
 
-    def __bool__(self) -> bool:
-        return bool(self._kinds)
-
-    def join(self, request: InFlight) -> bool:
-        """Keep a request behind others with its needs; return whether there are any."""
-        kind = self._kinds.get(needs(request)) if self._kinds else None
-        if kind is None:
-            return False
-        request.refusal = kind.first.refusal
-        kind.requests[request] = None
-        return True
+    def kind_of(self, request: InFlight) -> _Kind | None:
+        """Return those that have the needs of a request; ``None``: there are none."""
+        return self.kinds.get(needs(request))
 
     def put_first(self, request: InFlight, waits_for: int) -> None:
         """Keep a request that was tried, ahead of others with its needs. The caller holds the table's lock."""
-        if not self._kinds:
+        if not self.kinds:
             self._seen = self._table.changes
         key = needs(request)
-        kind = self._kinds.setdefault(key, _Kind(waits_for))
+        kind = self.kinds.setdefault(key, _Kind(waits_for))
         if (group := request.placement.group_id) is not None:
             self._groups.setdefault(group, {})[key] = None
         kind.waits_for = waits_for
         kind.requests[request] = None
         kind.requests.move_to_end(request, last=False)
 
-    def alike(self, request: InFlight) -> list[InFlight]:
-        """Return those that have the needs of a request, in order of arrival."""
-        kind = self._kinds.get(needs(request)) if self._kinds else None
-        return [] if kind is None else list(kind.requests)
-
-    def next_alike(self, request: InFlight) -> list[InFlight]:
-        """Return the first of those that have the needs of a request, if there is one."""
-        kind = self._kinds.get(needs(request))
-        return [] if kind is None else [kind.first]
-
     def remove(self, request: InFlight) -> bool:
-        """Remove a request; return whether it was unplaced."""
         key = needs(request)
-        kind = self._kinds.get(key)
+        kind = self.kinds.get(key)
         if kind is None or request not in kind.requests:
             return False
         del kind.requests[request]
         if not kind.requests:
-            del self._kinds[key]
+            del self.kinds[key]
             if (group := request.placement.group_id) is not None:
                 del self._groups[group][key]
                 if not self._groups[group]:
@@ -363,29 +308,24 @@ class Unplaced:
             self._settled.add(group)
 
     def affected(self) -> list[InFlight]:
-        """Return the first request of each kind that a change affected since the last call, in order of arrival."""
+        """Return, in order of arrival, the first request of each kind that a change affected since the last call."""
         firsts: dict[InFlight, None] = {}
         with self._table.lock:
             for group in self._settled:
-                firsts |= {self._kinds[key].first: None for key in self._groups.get(group, ())}
+                firsts |= {self.kinds[key].first: None for key in self._groups.get(group, ())}
             self._settled.clear()
-            if self._seen != self._table.changes:
-                changed = self._table.changed_since(self._seen)
-                self._seen = self._table.changes
-                versions = {entry.version for entry in changed if entry.may_take}
-                firsts |= dict.fromkeys(self._firsts({entry.index for entry in changed}, versions))
+            changed = [] if self._seen == self._table.changes else self._table.changed_since(self._seen)
+            self._seen = self._table.changes
+            indices = {entry.index for entry in changed}
+            versions = {entry.version for entry in changed if entry.may_take}
+            for kind in self.kinds.values() if changed else ():
+                first, named = kind.first, kind.first.placement.actor_index
+                # it names a changed replica; else it waits for one, or one that serves now has its version
+                if named in indices or (
+                    named is None and (kind.waits_for in indices or any(takes(first, version) for version in versions))
+                ):
+                    firsts[first] = None
         return sorted(firsts, key=lambda request: request.turn or (0.0, 0))
-
-    def _firsts(self, changed: set[int], versions: set[int]) -> Iterator[InFlight]:
-        """Yield kinds that wait for a changed replica, or that a replica now serving their version may take."""
-        for kind in self._kinds.values():
-            first, named = kind.first, kind.first.placement.actor_index
-            if named is not None:
-                is_affected = named in changed
-            else:
-                is_affected = kind.waits_for in changed or any(takes(first, version) for version in versions)
-            if is_affected:
-                yield first
 
 
 # Requests under which a replica died, while it is not known whether one of them killed it.
@@ -408,14 +348,11 @@ class Suspects:
     def __init__(self, table: ReplicaTable) -> None:
         self._table = table
         self._sent: weakref.WeakKeyDictionary[Replica, int] = weakref.WeakKeyDictionary()  # replica -> requests so far
-        self._waiting: list[InFlight] = []
+        self.waiting: list[InFlight] = []
         self._place: TableEntry | None = None  # that takes no others
         self._joined: list[InFlight] = []  # that were tried there before, and may still run
         self.tried: InFlight | None = None
         self.is_alone = False
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def sent(self, request: InFlight) -> None:
         """Number a request that goes to the replica of its lease."""
@@ -427,15 +364,14 @@ class Suspects:
         """Take in a request whose replica died; return false if it need not be alone yet."""
         if request.deaths == 1 and request.number <= self._sent.get(replica, 0) - LAST_SENT:
             return False
-        self._waiting.append(request)
-        self._waiting.sort(key=lambda one: -one.number)
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda one: -one.number)
         return True
 
     def remove(self, request: InFlight) -> bool:
-        """Remove a request that waits; return whether it did."""
-        if request not in self._waiting:
+        if request not in self.waiting:
             return False
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         self._free()
         return True
 
@@ -444,9 +380,9 @@ class Suspects:
 
         If it has no lease, it would wait in vain: the usual way says why.
         """
-        if self.tried is not None or not self._waiting:
+        if self.tried is not None or not self.waiting:
             return None
-        request = self._waiting[0]
+        request = self.waiting[0]
         with self._table.lock:
             place = self._reserved_for(request)
             if place is not None and (place.state is not ReplicaState.SERVING or place.breaker.blocks):
@@ -456,7 +392,7 @@ class Suspects:
             beside = self._beside() if request.deaths == 1 else []
             if place is not None and place.inflight > len(beside):
                 return None  # and when it is idle
-            self._waiting.pop(0)
+            self.waiting.pop(0)
             if place is not None:
                 try:
                     request.lease, self.tried = take_lease(request, alone_at=place.index), request
@@ -472,7 +408,7 @@ class Suspects:
             return []
         cleared: list[InFlight] = []
         if killed and self.is_alone:
-            cleared, self._waiting = self._waiting, []
+            cleared, self.waiting = self.waiting, []
             for one in cleared:
                 one.deaths = 0
         self.tried = None
@@ -499,7 +435,7 @@ class Suspects:
         return self._place
 
     def _free(self) -> None:
-        if self.tried is None and not self._waiting:
+        if self.tried is None and not self.waiting:
             self._unreserve()
 
     def _unreserve(self) -> None:

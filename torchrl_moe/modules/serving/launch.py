@@ -37,22 +37,16 @@ def visible_devices() -> list[str]:
 
 
 def ranks_here() -> int:
-    """Return how many of several ranks a launcher such as ``torchrun`` has started on this machine; 0 without one.
-
-    Each computes on the device of its number.
-    """
+    """Return how many of several ranks, each on its number's device, a launcher has started here; 0 without one."""
     is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if is_one_of_several else 0
 
 
 def devices_of_trainer() -> list[int]:
-    """Return the indices of the devices that the trainer computes on.
-
-    They are this process's, once it has begun: the current one, and those that it fills; and those of a launcher's
-    ranks on this machine, whether they have begun or not.
-    """
+    """Return the indices of the devices that this process uses, and those of a launcher's ranks, begun or not."""
     count = torch.cuda.device_count()
     found = set(range(min(ranks_here(), count)))
+    # this process's own: the current one, and those that it fills
     if torch.cuda.is_initialized():
         found |= {torch.cuda.current_device(), *(index for index in range(count) if torch.cuda.memory_reserved(index))}
     return sorted(found)
@@ -70,14 +64,13 @@ class DeviceSets:
     ) -> None:
         self._visible, self._per_replica, self._listed = visible_devices(), per_replica, listed
         self._of_trainer = [self._visible[index] for index in devices_of_trainer()] if self._visible else []
-        named = None if devices is None else _named(devices, self._visible, num_replicas, per_replica)
-        taken = set(self._of_trainer if named is None else itertools.chain(self._of_trainer, *named))
+        named = [] if devices is None else _named(devices, self._visible, num_replicas, per_replica)
+        taken = {*self._of_trainer, *itertools.chain(*named)}
         free = [name for name in self._visible if name not in taken]
         left = [free[at : at + per_replica] for at in range(0, len(free) - per_replica + 1, per_replica)]
-        self._sets = [",".join(names) for names in [*(named or []), *left]]
-        self._places: dict[int, int] = {}  # which set a replica has
+        self._sets = [",".join(names) for names in [*named, *left]]
         self._check(num_replicas)
-        self._places = {index: index for index in range(num_replicas)}
+        self._places = {index: index for index in range(num_replicas)}  # which set a replica has
 
     def of(self, index: int) -> str | None:
         """Return a replica's devices, as a value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
@@ -105,7 +98,6 @@ class DeviceSets:
 
 
 def _named(devices: Devices, visible: list[str], num_replicas: int, per_replica: int) -> list[list[str]]:
-    """Return the names of the devices that the user wants, one list per replica."""
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise ValueError(f"devices={devices!r}: give a list with one entry per replica, such as [[0], [1]]")
     if not visible:
@@ -229,13 +221,7 @@ def check_backend(
         )
 
 
-def check_log_folder(folder: object) -> None:
-    if not isinstance(folder, str | os.PathLike | None):
-        raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
-
-
 def default_timeout() -> float:
-    """Return the seconds for a start, from the environment."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

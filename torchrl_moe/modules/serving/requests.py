@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request, Scoring
 from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
-from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import FaultPolicy
 
 if TYPE_CHECKING:
     import vllm
@@ -57,38 +57,41 @@ def normalise_prompts(prompts: object = None, prompt_token_ids: object = None, r
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
     (True, True, False)
     """
-    ways = {"prompts": prompts, "prompt_token_ids": prompt_token_ids, "resume": resume}
-    given = {name: source for name, source in ways.items() if source is not None}
+    ways = (("prompts", prompts), ("prompt_token_ids", prompt_token_ids), ("resume", resume))
+    given = [way for way in ways if way[1] is not None]
     if len(given) > 1:
-        raise ValueError(f"cannot specify both {' and '.join(given)}: pass one of them")
+        raise ValueError(f"cannot specify both {' and '.join(name for name, _ in given)}: pass one of them")
     if not given:
         raise ValueError("must specify either prompts or prompt_token_ids, or resume")
-    ((name, source),) = given.items()
+    ((name, source),) = given
     if resume is not None:
         return _completions(resume)
-    if _is_one(source):
+    if isinstance(source, str | Mapping):
+        is_one = True
+    elif hasattr(source, "ndim"):
+        is_one = source.ndim == 1
+    else:
+        is_one = isinstance(source, Sequence) and len(source) > 0 and isinstance(source[0], int | np.integer)
+    if is_one:
         return PromptBatch([_prompt(source, name)], single=True)
     if not _is_list(source):
         raise TypeError(f"{name} must be text, token ids or a list of them, got {type(source).__name__}")
-    items = list(source)
-    if not items:
+    if not len(source):
         raise ValueError(f"{name} cannot be empty")
-    return PromptBatch([_prompt(item, f"{name}[{i}]") for i, item in enumerate(items)], single=False)
+    return PromptBatch([_prompt(item, f"{name}[{i}]") for i, item in enumerate(source)], single=False)
 
 
 def _completions(resume: object) -> PromptBatch:
     single = isinstance(resume, Completion)
-    given = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
-    items = [item for item in given or () if isinstance(item, Completion)]
-    if given is None or len(items) < len(given):
-        others = (
-            f"{type(item).__name__} at {i}" for i, item in enumerate(given or ()) if not isinstance(item, Completion)
-        )
-        kinds = type(resume).__name__ if given is None else f"a list with {next(others)}"
-        raise TypeError(f"resume must be a Completion or a list of them, such as an error's .partial, got {kinds}")
-    if not items:
+    given = [resume] if single else resume
+    wanted = "resume must be a Completion or a list of them, such as an error's .partial, got"
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{wanted} {type(resume).__name__}")
+    if not given:
         raise ValueError("resume cannot be empty: the error that it is from did not end a generate")
-    for i, item in enumerate(items):
+    for i, item in enumerate(given):
+        if not isinstance(item, Completion):
+            raise TypeError(f"{wanted} a list with {type(item).__name__} at {i}")
         if not item.outputs or (item.prompt is None and not len(item.prompt_token_ids)):
             raise ValueError(f"resume[{i}] has no {'prompt' if item.outputs else 'answer'}")
         if len(item.prompt_token_ids):
@@ -101,32 +104,21 @@ def _completions(resume: object) -> PromptBatch:
                     f"resume[{i}], answer {output.index}: finish_reason must be one of {', '.join(FINISH_REASONS)}, "
                     f"got {output.finish_reason!r}"
                 )
-        _check_types(item, f"resume[{i}]")
-    return PromptBatch(list(items), single)
+        # an engine could not read a value of another type, nor what came with it
+        try:
+            msgspec.convert(_plain(item), Completion)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"resume[{i}]: {error}") from None
+    return PromptBatch(list(given), single)
 
 
-def _check_types(given: Completion, where: str) -> None:
-    """Refuse a completion with a value of another type: an engine could not read it, nor what came with it."""
-
-    def read(value: Any) -> Any:  # as msgspec reads a message: it takes an instance as it is
-        if isinstance(value, list):
-            return [read(one) for one in value]
-        if is_dataclass(value):
-            return {one.name: read(getattr(value, one.name)) for one in fields(value)}
-        return value.item() if isinstance(value, np.generic) else value
-
-    try:
-        msgspec.convert(read(given), Completion)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _is_one(source: object) -> bool:
-    if isinstance(source, str | Mapping):
-        return True
-    if hasattr(source, "ndim"):
-        return bool(source.ndim == 1)
-    return isinstance(source, Sequence) and len(source) > 0 and isinstance(source[0], int | np.integer)
+def _plain(value: Any) -> Any:
+    """Return a completion as msgspec reads a message: it would take an instance as it is."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _prompt(item: object, name: str) -> Prompt:
@@ -144,20 +136,19 @@ def _prompt(item: object, name: str) -> Prompt:
             raise TypeError(f"{name} must be token ids, got {shown(item)}: pass text as prompts")
         check_text(name, item)
         return item
-    if not _has_items(item):
+    if not hasattr(item, "ndim") and not isinstance(item, Sequence):
         raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
     return _ids(item, name)
 
 
-def _has_items(item: object) -> TypeGuard[Sequence[object]]:
-    return hasattr(item, "ndim") or isinstance(item, Sequence)
-
-
-def _ids(item: Sequence[object] | NDArray[np.integer[Any]], name: str) -> NDArray[np.int32]:
+def _ids(item: Any, name: str) -> NDArray[np.int32]:
     if not hasattr(item, "ndim") and not {bool, np.bool_}.isdisjoint(map(type, item)):  # numpy takes True for 1
         at, bad = next((i, one) for i, one in enumerate(item) if isinstance(one, bool | np.bool_))
         raise TypeError(f"{name} must be a flat list of integer token ids, got {bad} at {at}")
-    ids = _array(item, name)
+    try:
+        ids = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
+    except (TypeError, ValueError) as error:  # a dtype unknown to numpy, or rows of different lengths
+        raise TypeError(f"{name} must be a flat list of integer token ids: {error}") from error
     if ids.size == 0:
         raise ValueError(f"{name} is an empty prompt")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -170,20 +161,12 @@ def _ids(item: Sequence[object] | NDArray[np.integer[Any]], name: str) -> NDArra
     return ids.astype(np.int32)
 
 
-def _array(item: object, name: str) -> NDArray[np.generic]:
-    try:
-        return np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
-    except (TypeError, ValueError) as error:  # a dtype unknown to numpy, or rows of different lengths
-        raise TypeError(f"{name} must be a flat list of integer token ids: {error}") from error
-
-
 # Resuming completions: the requests for them, the checks, and those that need no engine.
 #
 # Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
 
 
 def whole(request: Request) -> Completion | None:
-    """Return the answer of a request whose completion is already complete."""
     given = request.resume
     return None if given is None or given.aborted else given
 
@@ -205,22 +188,24 @@ def check_resume(request: Request, position: int, layout: RoutingLayout | None) 
 
 
 def _wrong(request: Request, given: Completion, output: CompletionOutput, layout: RoutingLayout | None) -> str:
-    tokens, prompt = len(output.token_ids), len(given.prompt_token_ids)
-    kept = None if output.kept is None else output.kept.sizes
-    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs, "kept": kept}
+    tokens, prompt, kept = len(output.token_ids), len(given.prompt_token_ids), output.kept
+    values = {
+        "policy_versions": output.policy_versions,
+        "logprobs": output.logprobs,
+        "kept": None if kept is None else kept.sizes,
+    }
     lengths = {name: len(value) for name, value in values.items() if value is not None}
     if not prompt or any(length != tokens for length in lengths.values()):
         return f"no completion of an engine: {prompt} prompt tokens, {tokens} tokens, lengths {lengths}"
-    if output.kept is not None and np.abs(output.kept.sizes).sum() != len(output.kept.ids):
-        named, said = len(output.kept.ids), int(np.abs(output.kept.sizes).sum())
-        return f"no completion of an engine: it has {named} kept ids, and their sizes say {said}"
+    if kept is not None and (said := int(np.abs(kept.sizes).sum())) != len(kept.ids):
+        return f"no completion of an engine: it has {len(kept.ids)} kept ids, and their sizes say {said}"
     if output.logprobs is None and request.param("logprobs") is not None:
         return "it has no log-probs, which sampling_params ask for: pass those that it started with"
     if layout is None or not request.return_routed_experts:
         return ""
-    if output.routed_experts is None:
-        return "it has no routes: pass return_routed_experts=False, as when it started"
     rows = output.routed_experts
+    if rows is None:
+        return "it has no routes: pass return_routed_experts=False, as when it started"
     expected = (prompt + tokens - 1, layout.num_layers, layout.top_k)
     if rows.shape != expected:
         return f"its routes have shape {list(rows.shape)}, but this engine gives {list(expected)}"
@@ -260,8 +245,9 @@ def placements(
     request_context: object = None,
 ) -> list[Placement]:
     check_number("actor_index", actor_index, whole=True, none=True)
-    sessions, groups = _names_each(session_ids, count, "session_ids"), _names_each(group_ids, count, "group_ids")
-    versions = _for_each(min_version, count, "min_version", lambda one, name: None if one is None else _int(one, name))
+    sessions = _for_each(session_ids, count, "session_ids", _name, is_name=True)
+    versions = _for_each(min_version, count, "min_version", _version)
+    groups = _for_each(group_ids, count, "group_ids", _name, is_name=True)
     contexts = _for_each(request_context, count, "request_context", _mapping)
     return [
         Placement(
@@ -271,31 +257,62 @@ def placements(
     ]
 
 
-def common_request(
-    count: int,
-    longest: int | None,
+def make_requests(
+    batch: PromptBatch,
     sampling_params: SamplingParams,
+    *,
+    new_ids: Iterator[str],
+    longest: int | None,
+    layout: RoutingLayout | None,
+    request_ids: object = None,
+    priority: object = 0,
+    routed_experts: object = None,
+    scoring: Sequence[Scoring] | None = None,
     lora_request: LoRA | None = None,
     guided_options: GuidedOptions | None = None,
     return_routed_experts: bool = True,
     on_resume: OnResume | None = None,
-) -> Request:
-    """Return what all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``."""
+    stream: bool = False,
+) -> list[Request]:
+    """Return the requests of a call, checked; ``longest`` and ``layout``: the engine's ``max_model_len`` and routers.
+
+    Ids that the caller did not give are taken from ``new_ids``.
+    """
+    count = len(batch.prompts)
+    ids = request_ids_each(request_ids, count)
+    # what all share
     check_fields(sampling_params, longest)
     check_answers(sampling_params, count)
     check_bool("return_routed_experts", return_routed_experts)
-    for name, value in (("lora_request", lora_request), ("guided_options_request", guided_options)):
-        check_object(name, value)
+    check_object("lora_request", lora_request)
+    check_object("guided_options_request", guided_options)
     if on_resume not in (None, *get_args(OnResume)):
         raise ValueError(f"on_resume must be None or one of {get_args(OnResume)}, got {on_resume!r}")
-    return Request(
+    common = Request(
         request_id="",
         sampling_params=sampling_params,
         lora_request=lora_request,
         guided_options=guided_options,
         return_routed_experts=return_routed_experts,
         on_resume=on_resume,
+        stream=stream,
     )
+    # what each has of its own
+    turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
+    requests = []
+    for position, prompt in enumerate(batch.prompts):
+        request = make_request(
+            prompt,
+            common,
+            request_id=next(new_ids) if ids is None else ids[position],
+            priority=turns[position],
+            routed_experts=rows[position],
+            scoring=None if scoring is None else scoring[position],
+        )
+        if request.resume is not None and request.resume.aborted:
+            check_resume(request, position, layout)
+        requests.append(request)
+    return requests
 
 
 def make_request(prompt: Prompt, common: Request, **own: Any) -> Request:
@@ -304,12 +321,11 @@ def make_request(prompt: Prompt, common: Request, **own: Any) -> Request:
         return replace(common, prompt=prompt, **own)
     if not isinstance(prompt, Completion):
         return replace(common, prompt_token_ids=prompt, **own)
-    ids = prompt.prompt_token_ids.astype(np.int32)
-    if not prompt.aborted or any(len(output.token_ids) for output in prompt.outputs):
-        return replace(common, prompt_token_ids=ids, resume=prompt, **own)
-    if prompt.prompt is not None:
+    has_begun = not prompt.aborted or any(len(output.token_ids) for output in prompt.outputs)
+    if prompt.prompt is not None and not has_begun:
         return replace(common, prompt=prompt.prompt, **own)
-    return replace(common, prompt_token_ids=ids, **own)
+    ids = prompt.prompt_token_ids.astype(np.int32)
+    return replace(common, prompt_token_ids=ids, resume=prompt if has_begun else None, **own)
 
 
 def rows_each(values: object, batch: PromptBatch) -> list[NDArray[np.integer[Any]] | None]:
@@ -317,9 +333,9 @@ def rows_each(values: object, batch: PromptBatch) -> list[NDArray[np.integer[Any
     count = len(batch.prompts)
     if values is None:
         return [None] * count
-    given = [values] if batch.single else list(values) if _is_list(values) else None
-    if given is None:
+    if not batch.single and not _is_list(values):
         raise TypeError(f"routed_experts must be a list with an entry per prompt, got {type(values).__name__}")
+    given = [values] if batch.single else list(cast("Sequence[object]", values))
     if len(given) != count:
         raise ValueError(f"routed_experts must have one entry per prompt: got {len(given)} for {count} prompts")
     return [None if one is None else _rows(one, i) for i, one in enumerate(given)]
@@ -341,24 +357,13 @@ def _rows(value: object, position: int) -> NDArray[np.integer[Any]]:
     return rows.astype(rows.dtype.newbyteorder("="), copy=False)
 
 
-def _names_each(values: object, count: int, name: str) -> list[str | None]:
-    """Return the session or group of each prompt, as text."""
-    return [None] * count if values is None else _for_each(_listed(values), count, name, _name)
-
-
 def request_ids_each(values: object, count: int) -> list[str] | None:
-    """Return the id of each request as the caller named it; ``None`` if it did not."""
     if values is None:
         return None
-    ids = _for_each(_listed(values), count, "request_ids", _request_id)
+    ids = _for_each(values, count, "request_ids", _request_id, is_name=True)
     if len(set(ids)) != count:
         raise ValueError("request_ids must differ from each other: an abort names a request by its id")
     return ids
-
-
-def _listed(values: object) -> Sequence[object]:
-    """Return the names as a list: one name stands for one prompt, never for all."""
-    return values if _is_list(values) else [values]
 
 
 def integers(value: object, count: int, name: str) -> list[int]:
@@ -370,16 +375,19 @@ def integers(value: object, count: int, name: str) -> list[int]:
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    if isinstance(value, str | bytes | Mapping):
-        return False
-    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+    is_one = isinstance(value, str | bytes | Mapping)
+    return not is_one and (isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0)
 
 
-def _for_each(value: object, count: int, name: str, check: Callable[[object, str], T]) -> list[T]:
-    """Return a checked value per prompt: the one for all, or those of a list."""
-    if not _is_list(value):
+def _for_each(
+    value: object, count: int, name: str, check: Callable[[object, str], T], *, is_name: bool = False
+) -> list[T]:
+    """Return a checked value per prompt: the one for all (a name only stands for one prompt), or those of a list."""
+    is_list = _is_list(value)
+    if value is None or not (is_list or is_name):
         return [check(value, name)] * count
-    listed = value.tolist() if hasattr(value, "tolist") else value
+    listed: Any = value if is_list else [value]
+    listed = listed.tolist() if hasattr(listed, "tolist") else listed
     if len(listed) != count:
         raise ValueError(f"{name} must have one entry per prompt: got {len(listed)} for {count} prompts")
     return [check(one, f"{name}[{i}]") for i, one in enumerate(listed)]
@@ -390,6 +398,10 @@ def _int(value: object, name: str, kind: str = "an int") -> int:
         with contextlib.suppress(TypeError):  # an array of several numbers
             return operator.index(value)
     raise TypeError(f"{name} must be {kind}, got {shown(value)}")
+
+
+def _version(value: object, name: str) -> int | None:
+    return None if value is None else _int(value, name)
 
 
 def _name(value: object, name: str) -> str | None:
@@ -509,7 +521,6 @@ def scorings(batch: PromptBatch, temperature: object, kept: object) -> list[Scor
 
 
 def _numbers(temperature: object) -> NDArray[np.float64]:
-    """Return a temperature, or one per sequence, as an array."""
     listed = temperature.tolist() if hasattr(temperature, "tolist") else temperature
     for one in listed if isinstance(listed, list | tuple) else [listed]:
         if not isinstance(one, list | tuple):  # of another rank: refused by its shape

@@ -7,18 +7,18 @@ Replicas send their stats by themselves; only ``stats`` and ``get_cache_usage`` 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import socket
 import sys
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -31,33 +31,26 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, NoReplicaError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds, load_tokenizer
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import Completion, OnResume, PauseMode, Replica, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, OnResume, PauseMode, Replica, ReplicaStats
 from torchrl_moe.modules.serving.balancer import WEIGHTS, ActorHandle, LoadBalancer
-from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.dispatch import Admission, Dispatcher
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS, SILENT, Fleet
 from torchrl_moe.modules.serving.in_flight import Call
+from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.requests import (
     ONE_TOKEN,
     GuidedOptions,
     LoRA,
-    Placement,
     PromptBatch,
     SamplingParams,
-    check_resume,
     check_service,
     check_timeout,
-    common_request,
-    integers,
-    make_request,
+    make_requests,
     normalise_prompts,
     placements,
-    request_ids_each,
-    rows_each,
     scores_of,
     scorings,
-    whole,
 )
 from torchrl_moe.modules.serving.stats import (
     SHOWN_REPLICAS,
@@ -78,32 +71,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The progress bar of a call.
-
-
 class Progress:
     """A bar with tokens per second."""
 
-    def __init__(self, total: int, shown: bool, what: str = "generate") -> None:
-        self._bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
-        self._shown = not self._bar.disable
+    def __init__(self, total: int, shown: bool, what: str) -> None:
+        self.bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
         self._tokens = 0
-        self._started = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
     def add(self, completion: Completion) -> None:
         """Count a finished request; from any thread, one at a time."""
-        if not self._shown:
+        if self.bar.disable:
             return
         self._tokens += sum(len(output.token_ids) for output in completion.outputs)
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{self._tokens / seconds:.0f} tok/s", refresh=False)
-        self._bar.update()
+        seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+        self.bar.set_postfix_str(f"{self._tokens / seconds:.0f} tok/s", refresh=False)
+        self.bar.update()
 
 
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
@@ -123,12 +105,11 @@ Weights: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Ten
 
 
 class GenerationService:
-    """Generation over N replicas; safe to call from any thread.
+    """Generation over N replicas, which are not started yet; safe to call from any thread.
 
-    TorchRL's code accepts it as its own engine: ``isinstance(service, RLvLLMEngine)`` holds.
-
-    The replicas are not started yet. ``make_replica`` makes one for an index, to replace one that died or to add one;
-    without it neither is possible. :class:`AsyncVLLM` describes the other arguments.
+    ``make_replica`` makes one for an index, to replace one that died or to add one; without it neither is possible.
+    :class:`AsyncVLLM` describes the other arguments. TorchRL's code accepts it as its own engine: ``isinstance(service,
+    RLvLLMEngine)`` holds.
 
     Attributes:
         replica_table: what is known of each replica.
@@ -172,8 +153,7 @@ class GenerationService:
             self._loop,
         )
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._ids = itertools.count()
-        self._id_prefix = uuid.uuid4().hex[:8]
+        self._ids = map(f"{uuid.uuid4().hex[:8]}-{{}}".format, itertools.count())
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -218,16 +198,14 @@ class GenerationService:
         self.shutdown()
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas, and wait until they serve: with the current weights, and paused if the service is.
+        """Start more replicas, wait until they serve, and return their indices, none of which is used twice.
 
-        A replica that needs weights which no sender can load stays STARTING until the next update.
+        They have the current weights, and are paused if the service is. One that needs weights which no sender can load
+        stays STARTING until the next update.
 
         Args:
             count: how many.
             timeout_seconds: for all of them; default: 600.
-
-        Returns:
-            Their indices. No index is used twice.
 
         Raises:
             ValueError: less than one, or there are no devices left for them.
@@ -293,15 +271,14 @@ class GenerationService:
 
         Args:
             prompts: text, token ids (a list of ints is one prompt), ``TextPrompt``, ``TokensPrompt``, or a list.
-            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object, used as it is; default:
-                the service's.
+            sampling_params: vLLM's ``SamplingParams``, or a mapping of its fields, used as it is; default: the
+                service's.
             prompt_token_ids: the same as ``prompts``, for token ids.
             resume: instead of prompts: completions to finish, such as an error's ``.partial``. Complete ones are
-                returned unchanged. The others continue after their last tokens, answer by answer, under new request
-                ids, and look as if never cut. An answer without tokens, or with parameters that depend on where it
-                started (a grammar, penalties), starts again. Pass the other arguments of the original call:
-                ``max_tokens`` includes the existing tokens.
-            use_tqdm: whether to show a progress bar, on a terminal or in a notebook; a log file gets none.
+                returned unchanged. The others continue after their last tokens, under new request ids, and look as if
+                never cut; answers without tokens, or with parameters that depend on where they started (a grammar,
+                penalties), start again. Pass the other arguments of the original call.
+            use_tqdm: whether to show a progress bar, on a terminal or in a notebook.
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
@@ -313,16 +290,15 @@ class GenerationService:
                 ``scheduling_policy="priority"``. This and the next two: one for all, or one per prompt.
             min_version: the oldest weight version that is acceptable.
             request_context: input for your own balancing strategies.
-            group_ids: one per prompt, like ``session_ids``; 3 and ``"3"`` are one group. All requests of a group go to
-                one weight version.
+            group_ids: one per prompt, like ``session_ids``; all requests of a group go to one weight version.
             return_routed_experts: whether to return the routes; evaluation does not need them.
-            routed_experts: for a prompt of token ids: the experts ``[rows, L, K]`` that its first tokens follow, -1 in
+            routed_experts: the experts ``[rows, L, K]`` that the first tokens of a prompt of token ids follow, -1 in
                 rows that the model routes; for several prompts a list, with ``None`` for those without. With ``resume``
                 they apply to answers without tokens; the others follow their recorded experts.
             on_resume: how an answer that is resumed, after a weight swap, a preemption or by ``resume``, re-reads its
                 first part: ``"forced"``, with the experts that it was sampled with, or ``"live"``, as the model then
-                routes it. Default: forced where the engine can; else
-                ``infos[i].forced_routing_unavailable_reason`` has the reason.
+                routes it. Default: forced where the engine can; ``infos[i].forced_routing_unavailable_reason`` says why
+                it cannot.
 
         Returns:
             One :class:`~torchrl_moe.modules.backends.replica.Completion` for one prompt, else a list in input order.
@@ -332,9 +308,9 @@ class GenerationService:
             ValueError: bad prompts, a list with another number of entries, or request ids that are in flight.
             TypeError: a prompt, or an entry of a list, of a wrong type.
             RequestRefusedError: the engine refused a request; raised once the others have finished.
-            GenerationTimeout: some requests did not finish in time and were aborted. Here, in the errors below and in
-                a Ctrl-C's ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order:
-                complete if it had finished, else with its tokens so far.
+            GenerationTimeout: some requests did not finish in time and were aborted. Here, in the errors below and in a
+                Ctrl-C's ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order: complete
+                if it had finished, else with its tokens so far.
             NoReplicaError: no replica serves, and none will in time.
             StaleReplicaError: no replica holds the version asked for, and none will in time.
             ReplicaDiedError: too many replicas died under a request, or the one of ``actor_index`` did.
@@ -345,8 +321,48 @@ class GenerationService:
             raise ValueError(
                 "prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request."
             )
-        options = lora_request, guided_options_request, return_routed_experts, on_resume
-        requests = self._requests(batch, sampling_params, options, request_ids, priority, routed_experts)
+        call = self._call(
+            batch,
+            sampling_params,
+            timeout_seconds,
+            actor_index=actor_index,
+            session_ids=session_ids,
+            min_version=min_version,
+            group_ids=group_ids,
+            request_context=request_context,
+            request_ids=request_ids,
+            priority=priority,
+            routed_experts=routed_experts,
+            lora_request=lora_request,
+            guided_options=guided_options_request,
+            return_routed_experts=return_routed_experts,
+            on_resume=on_resume,
+        )
+        completions = self._run(call, use_tqdm)
+        return completions[0] if batch.single else completions
+
+    def _call(
+        self,
+        batch: PromptBatch,
+        sampling_params: SamplingParams | None,
+        timeout_seconds: float | None,
+        *,
+        actor_index: int | None,
+        session_ids: object = None,
+        min_version: object = None,
+        group_ids: object = None,
+        request_context: object = None,
+        **of_requests: Any,
+    ) -> Call:
+        """Return the requests of a call, and where they may go; ``of_requests`` go to :func:`make_requests`."""
+        requests = make_requests(
+            batch,
+            self.sampling_params if sampling_params is None else sampling_params,
+            new_ids=self._ids,
+            longest=min(map(attrgetter("max_model_len"), self.infos)),
+            layout=self.infos[0].layout,
+            **of_requests,
+        )
         where = placements(
             len(requests),
             actor_index=actor_index,
@@ -355,52 +371,14 @@ class GenerationService:
             group_ids=group_ids,
             request_context=request_context,
         )
-        completions = self._run(requests, where, timeout_seconds, use_tqdm)
-        return completions[0] if batch.single else completions
+        return Call(self.load_balancer, requests, where, check_timeout(timeout_seconds))
 
-    def _requests(
-        self,
-        batch: PromptBatch,
-        sampling_params: SamplingParams | None,
-        options: tuple[LoRA | None, GuidedOptions | None, bool, OnResume | None],
-        request_ids: object,
-        priority: object,
-        routed_experts: object,
-    ) -> list[Request]:
-        """Return the requests of a call, checked as far as can be here."""
-        count = len(batch.prompts)
-        ids = request_ids_each(request_ids, count) or [self._new_id() for _ in batch.prompts]
-        params = self.sampling_params if sampling_params is None else sampling_params
-        common = common_request(count, self._longest, params, *options)
-        turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
-        requests = [
-            make_request(prompt, common, request_id=name, priority=turn, routed_experts=followed)
-            for prompt, name, turn, followed in zip(batch.prompts, ids, turns, rows, strict=True)
-        ]
-        layout = self.routing_layout
-        for position, request in enumerate(requests):
-            check_resume(request, position, layout)
-        return requests
-
-    @property
-    def _longest(self) -> int | None:
-        return min((info.max_model_len for info in self.infos), default=None)
-
-    def _run(
-        self,
-        requests: Sequence[Request],
-        where: Sequence[Placement],
-        timeout_seconds: float | None,
-        use_tqdm: bool,
-        what: str = "generate",
-    ) -> list[Completion]:
-        """Run requests to their end, and wait."""
-        timeout = check_timeout(timeout_seconds)
+    def _run(self, call: Call, use_tqdm: bool, what: str = "generate") -> list[Completion]:
         check_bool("use_tqdm", use_tqdm)
-        done = [given for request in requests if (given := whole(request)) is not None]
-        asked = len(requests) - len(done)
-        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm, what) as progress:
-            completions = self._dispatcher.run(Call(self.load_balancer, requests, where, timeout, progress.add))
+        progress = Progress(call.unfinished, use_tqdm, what)
+        with self.metrics.call(call.unfinished, call.whole) as finished, progress.bar:
+            call.finished = progress.add
+            completions = self._dispatcher.run(call)
             finished(completions)
         return completions
 
@@ -419,11 +397,8 @@ class GenerationService:
     ) -> Tensor | list[Tensor]:
         """Return the log-probs of given tokens under the engine's current weights, without gradients.
 
-        Old log-probs can so come from a running replica, and those of a reference policy from a second engine that is
-        never updated, instead of from a second model in the trainer.
-
         Args:
-            tokens: ids of one sequence, or a list of sequences.
+            tokens: ids of one sequence, or a list of sequences, each shorter than the engine's ``max_model_len``.
             routed_experts: the experts that tokens follow, as in :meth:`generate`; else the model routes.
             temperature: at which they were sampled, for all sequences or for each.
             kept: the ids that each token was sampled from, ``KeptTokens``; for several sequences a list, with ``None``
@@ -435,8 +410,7 @@ class GenerationService:
             use_tqdm: whether to show a progress bar, as in :meth:`generate`.
 
         Returns:
-            float32 ``[T]``, of token t given those before it, NaN for the first; for several sequences a list. A
-            sequence must be a token shorter than the engine's ``max_model_len``.
+            float32 ``[T]``, of token t given those before it, NaN for the first; for several sequences a list.
 
         Raises:
             ValueError: text, a temperature that is not positive, or another number of entries than of sequences.
@@ -446,18 +420,19 @@ class GenerationService:
         """
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)
-        count, rows = len(batch.prompts), rows_each(routed_experts, batch)
-        common = common_request(count, self._longest, ONE_TOKEN, lora_request, return_routed_experts=False)
-        requests = [
-            make_request(prompt, common, request_id=self._new_id(), routed_experts=followed, scoring=scoring)
-            for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
-        ]
-        where = placements(count, actor_index=actor_index, min_version=min_version)
-        scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm, what="score"))
+        call = self._call(
+            batch,
+            ONE_TOKEN,
+            timeout_seconds,
+            actor_index=actor_index,
+            min_version=min_version,
+            routed_experts=routed_experts,
+            scoring=scorings(batch, temperature, kept),
+            lora_request=lora_request,
+            return_routed_experts=False,
+        )
+        scores = scores_of(self._run(call, use_tqdm, what="score"))
         return scores[0] if batch.single else scores
-
-    def _new_id(self) -> str:
-        return f"{self._id_prefix}-{next(self._ids)}"
 
     async def agenerate(
         self,
@@ -487,31 +462,35 @@ class GenerationService:
         ``finish_reason="abort"``.
 
         ``on_part`` is called in this event loop with what the answers gain, at most 20 times a second: a completion
-        that is not ``finished``, whose answers hold new tokens, their text, log-probs and versions. No token comes
-        twice, and the completion that is returned begins with them, whatever happens to replicas and weights meanwhile.
-        Text may hold the beginning of a stop string, which the whole answer then lacks. What would start again if a
-        weight update cut it (a grammar, penalties, bad words) comes with the whole answer only, as does each answer's
-        end, and everything from an engine that has no parts.
+        that is not ``finished``, with new tokens, their text, log-probs and versions. No token comes twice, and the
+        completion that is returned begins with them, whatever happens to replicas and weights meanwhile. Text may hold
+        the beginning of a stop string, which the whole answer then lacks. What would start again if a weight update cut
+        it (a grammar, penalties, bad words) comes with the whole answer only, as does each answer's end, and everything
+        from an engine that has no parts.
         """
         self._check_running("agenerate")
         batch = normalise_prompts(prompt, prompt_token_ids, resume)
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
-        options = lora_request, guided_options_request, return_routed_experts, on_resume
-        (request,) = self._requests(batch, sampling_params, options, request_id, priority, routed_experts)
-        if on_part is not None:
-            request = replace(request, stream=True)
-        done = [] if (given := whole(request)) is None else [given]
-        where = placements(
-            1,
+        call = self._call(
+            batch,
+            sampling_params,
+            timeout_seconds,
             actor_index=actor_index,
             session_ids=session_id,
             min_version=min_version,
             group_ids=group_id,
             request_context=request_context,
+            request_ids=request_id,
+            priority=priority,
+            routed_experts=routed_experts,
+            lora_request=lora_request,
+            guided_options=guided_options_request,
+            return_routed_experts=return_routed_experts,
+            on_resume=on_resume,
+            stream=on_part is not None,
         )
-        call = Call(self.load_balancer, [request], where, check_timeout(timeout_seconds))
-        with self.metrics.call(1 - len(done), done) as finished:
+        with self.metrics.call(call.unfinished, call.whole) as finished:
             completions = await self._dispatcher.run_async(call, on_part)
             finished(completions)
         return completions[0]
@@ -543,6 +522,7 @@ class GenerationService:
         self._check_running("pause")
         check_bool("clear_cache", clear_cache)
         _check_seconds(timeout_seconds)
+        _check_mode(mode)
         self._fleet.pause(mode, clear_cache, timeout_seconds)
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
@@ -570,6 +550,7 @@ class GenerationService:
         self._check_running("sleep")
         check_number("level", level, 1, 2, whole=True)
         _check_seconds(timeout_seconds)
+        _check_mode(mode)
         self._fleet.sleep(level, mode, timeout_seconds)
 
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout_seconds: float = CALL_SECONDS) -> None:
@@ -595,12 +576,10 @@ class GenerationService:
         return self._fleet.reset_prefix_cache()
 
     def set_seed(self, seed: int) -> int:
-        """Seed the sampling of the replicas, each differently. What they draw also depends on batching.
+        """Seed the sampling of all replicas, each differently, and return the next seed to use.
 
-        A request with ``SamplingParams.seed`` uses only that seed. A restarted replica has its initial seed.
-
-        Returns:
-            The next seed to use.
+        What they draw also depends on batching. A request with ``SamplingParams.seed`` uses only that seed. A restarted
+        replica has its initial seed.
         """
         self._check_running("set_seed")
         check_number("seed", seed, 0, 2**32 - 1 - self.num_replicas, whole=True)  # NumPy has no larger ones
@@ -619,7 +598,6 @@ class GenerationService:
         Plain data only. TorchRL returns Ray references in their place.
 
         Raises:
-            RuntimeError: the service is not running.
             ValueError: a method by which TorchRL sends weights; the message says what to do instead.
             EngineError: there is no such method, or it failed.
         """
@@ -639,17 +617,14 @@ class GenerationService:
         *,
         actor_index: int | None = None,
     ) -> list[list[Any]]:
-        """Run a check of yours inside every worker: ``function(saved_params, model)``.
+        """Return what ``function(saved_params, model)`` returns, in a list per replica with a value per worker.
 
         The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
         trust this process. Names and layouts are vLLM's: fused projections, packed experts.
 
         Args:
-            function: the check.
+            function: a check of yours; it returns plain data.
             actor_index: the one replica to run it in; default: all.
-
-        Returns:
-            What the function returned, which must be plain data: one list per replica, with one value per worker.
 
         Raises:
             EngineError: the function raised; the message ends with its error.
@@ -675,8 +650,8 @@ class GenerationService:
         """Register the functions that load weights here, replacing earlier ones.
 
         Args:
-            bring: brings a STARTING replica to the newest weights and to SERVING; ``None``: nothing does. A restarted
-                replica holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+            bring: brings a STARTING replica, which holds its checkpoint's weights, to the newest and to SERVING;
+                ``None``: nothing does.
             update: updates all replicas to new weights, for :meth:`update_weights`.
         """
         self._fleet.bring, self._update = bring, update
@@ -687,14 +662,11 @@ class GenerationService:
         return self._fleet.bring
 
     def update_weights(self, weights: Weights) -> Any:
-        """Update all replicas to these weights, with the sender that has this engine. TorchRL's name.
+        """Update all replicas to these weights, with the sender that has this engine, and return its report.
 
         Args:
             weights: checkpoint names, or those of the sender's registered model, and tensors; the whole model. Without
-                any, a warning is shown and nothing is done.
-
-        Returns:
-            The sender's :class:`~torchrl_moe.weight_update.SyncReport`; ``None`` if there were no weights.
+                any, a warning is shown, nothing is done, and ``None`` returned.
 
         Raises:
             RuntimeError: the service is not running, or no sender has it.
@@ -735,10 +707,7 @@ class GenerationService:
         return [entry.inflight for entry in self.replica_table]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all, as the engine reports it.
-
-        NaN for a replica that is dead or starting.
-        """
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or of all; NaN if it is dead or starting."""
         self._check_running("get_cache_usage")
         check_number("actor_index", actor_index, whole=True, none=True)
         self._fleet.note_deaths()
@@ -747,19 +716,26 @@ class GenerationService:
         return [_cache_usage(entry) for entry in self.replica_table]
 
     def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, object]]:
-        """Return one flat dictionary per replica: state, version, and its engine's current stats.
+        """Return one flat dictionary per replica: state, version, and its engine's stats, counted since its start.
 
         All are queried at the same time. One that does not answer shows the stats that it sent last; a dead one shows
-        no engine stats. ``supervisor_error`` is ``None`` while deaths and stalls are being detected. Counts start with
-        its engine; see :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
+        no engine stats. ``supervisor_error`` is ``None`` while deaths and stalls are being detected. The fields are
+        those of :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
         """
         self._check_running("stats")
         _check_seconds(timeout_seconds)
         self._fleet.note_deaths()
         entries = list(self.replica_table)
+
+        def row(entry: TableEntry) -> dict[str, object]:
+            stats: ReplicaStats | None = None if entry.state is ReplicaState.DEAD else entry.replica.last_stats
+            if entry.state not in SILENT:
+                with contextlib.suppress(EngineError):  # busy, or dying: others find that out
+                    stats = entry.replica.call(Engine.stats, timeout_seconds)
+            return replica_row(entry, stats)
+
         with ThreadPoolExecutor(min(len(entries), MOST_THREADS)) as pool:
-            stats = pool.map(lambda entry: _ask(entry, timeout_seconds), entries)
-            rows = [replica_row(entry, own) for entry, own in zip(entries, stats, strict=True)]
+            rows = list(pool.map(row, entries))
         return [{**row, "supervisor_error": self._fleet.supervisor_error} for row in rows]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -767,13 +743,9 @@ class GenerationService:
         return data_frame(self.stats())
 
     def prometheus(self) -> str:
-        """Return the stats of the replicas and of the service in Prometheus' text format; sends nothing to the engines.
-
-        Raises:
-            ImportError: ``prometheus_client`` is not installed; the message names the extra.
-        """
+        """Return all stats in Prometheus' format, without asking the engines; ``ImportError`` names the extra."""
         self._check_running("prometheus")
-        return prometheus_text(self._collector())
+        return prometheus_text(ServiceCollector(self.replica_table, self._totals, self.metrics))
 
     def register_prometheus(self, registry: CollectorRegistry) -> ServiceCollector:
         """Add this service to a ``prometheus_client`` registry; return the collector, to unregister it.
@@ -783,12 +755,9 @@ class GenerationService:
             ValueError: the registry has a service already; give each one its own.
         """
         self._check_running("register_prometheus")
-        collector = self._collector()
+        collector = ServiceCollector(self.replica_table, self._totals, self.metrics)
         registry.register(collector)
         return collector
-
-    def _collector(self) -> ServiceCollector:
-        return ServiceCollector(self.replica_table, self._totals, self.metrics)
 
     def log_paths(self) -> list[Path | None]:
         """Return each replica's log file on this machine; ``None`` if it is not started, or runs elsewhere."""
@@ -804,11 +773,7 @@ class GenerationService:
         return self._tokenizer
 
     def get_random_actor_index(self) -> int:
-        """Return the index of a serving replica, for ``actor_index``.
-
-        Raises:
-            NoReplicaError: none serves.
-        """
+        """Return the index of a serving replica, for ``actor_index``; ``NoReplicaError`` if none serves."""
         self._check_running("get_random_actor_index")
         with self.replica_table.lock:
             serving = self.replica_table.serving()
@@ -831,8 +796,9 @@ class GenerationService:
     def __repr__(self) -> str:
         entries = list(self.replica_table)
         lines = [self._title(), *(f"  {describe(entry)}" for entry in entries[:SHOWN_REPLICAS])]
-        hidden = len(entries) - SHOWN_REPLICAS
-        return "\n".join([*lines, *([f"  and {hidden} more"] if hidden > 0 else [])])
+        if len(entries) > SHOWN_REPLICAS:
+            lines.append(f"  and {len(entries) - SHOWN_REPLICAS} more")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return service_html(self._title(), list(self.replica_table), self._totals)
@@ -868,8 +834,8 @@ class GenerationService:
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one.
 
-        The dtype is that in which the engine holds the tensor, which a weight sync sends it in; the checkpoint's where
-        the engine's name for it is not known, or it is quantised.
+        The dtype is that in which the engine holds the tensor, and a weight sync sends it; the checkpoint's if unknown
+        or quantised.
         """
         self._check_running("get_model_metadata")
         return checkpoint_kinds(self._fleet.alive()[0].replica, CALL_SECONDS)
@@ -887,11 +853,7 @@ class GenerationService:
         return self._master_port
 
     def init_weight_update_group(self) -> None:
-        """Do nothing if a sender has this engine: it has opened what weights come by. TorchRL's updaters call this.
-
-        Raises:
-            RuntimeError: the service is not running, or no sender has it.
-        """
+        """Do nothing if a sender has this engine: it has opened what weights come by; else raise ``RuntimeError``."""
         self._check_running("init_weight_update_group")
         self._check_sender("init_weight_update_group")
 
@@ -900,17 +862,9 @@ def _cache_usage(entry: TableEntry) -> float:
     return math.nan if entry.state in SILENT else float(entry.replica.call(Engine.stats, CALL_SECONDS).cache_usage)
 
 
-def _ask(entry: TableEntry, seconds: float) -> ReplicaStats | None:
-    if entry.state is ReplicaState.DEAD:
-        return None
-    last: ReplicaStats | None = entry.replica.last_stats
-    if entry.state is ReplicaState.STARTING:
-        return last
-    try:
-        stats: ReplicaStats = entry.replica.call(Engine.stats, seconds)
-    except EngineError:  # busy, or dying: others find that out
-        return last
-    return stats
+def _check_mode(mode: str) -> None:
+    if mode not in ("keep", "wait", "abort"):
+        raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
 
 
 def _check_seconds(seconds: object, none: bool = False) -> None:

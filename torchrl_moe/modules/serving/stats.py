@@ -8,8 +8,9 @@ import math
 import threading
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,8 +18,7 @@ import numpy as np
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats
-from torchrl_moe.modules.serving.candidates import ReplicaState, TableEntry
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.replica_table import BreakerState, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.render.tables import html_table
 
 if TYPE_CHECKING:
@@ -29,63 +29,55 @@ if TYPE_CHECKING:
 
 # Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
 #
-# A replica's metrics are rows of ``stats()``; the service's own are counted by
-# :class:`~torchrl_moe.modules.serving.stats.Metrics`.
+# A replica's metrics are rows of ``stats()``; the service's own are counted by :class:`Metrics`.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
     name: str
     kind: Literal["counter", "gauge", "label"]
-    read: Callable[[Any], object]
     exported: str = ""
     meaning: str = ""
-    number: Callable[[Any], float] = float
+    attribute: str = ""  # where it is read, if not by its name
+
+    def read(self, source: object) -> Any:
+        return attrgetter(self.attribute or self.name)(source)
 
 
-def breaker_state(entry: TableEntry) -> str:
-    """Return the state of a replica's circuit breaker: closed, unless it failed too often."""
-    return str(entry.breaker.state.value)
-
-
-def _of(
-    name: str, kind: Literal["counter", "gauge"], exported: str, meaning: str, attribute: str = ""
-) -> ReplicaMetric:
-    return ReplicaMetric(name, kind, attrgetter(attribute or name), exported, meaning)
-
-
+CLOSED = BreakerState.CLOSED.value
 OF_THE_TABLE: tuple[ReplicaMetric, ...] = (
-    ReplicaMetric("replica", "label", attrgetter("index")),
-    ReplicaMetric("state", "label", attrgetter("state.name")),
-    _of("version", "gauge", "policy_version", "Version of the weights."),
-    _of("inflight", "gauge", "inflight_requests", "Requests sent to the replica that have not ended."),
-    ReplicaMetric("breaker", "label", breaker_state, "breaker_open", "1 unless the circuit breaker is closed.",
-                  lambda state: state != "closed"),
-    _of("restarts", "counter", "restarts", "Restarts of the replica."),
-    _of("not_finite_logprobs", "counter", "not_finite_logprobs", "Log-probs of its answers that were NaN or infinite.",
-        "not_finite"),
-    ReplicaMetric("last_error", "label", attrgetter("last_error")),
+    ReplicaMetric("replica", "label", attribute="index"),
+    ReplicaMetric("state", "label", attribute="state.name"),
+    ReplicaMetric("version", "gauge", "policy_version", "Version of the weights."),
+    ReplicaMetric("inflight", "gauge", "inflight_requests", "Requests sent to the replica that have not ended."),
+    ReplicaMetric("breaker", "label", "breaker_open", "1 unless the circuit breaker is closed.", "breaker.state.value"),
+    ReplicaMetric("restarts", "counter", "restarts", "Restarts of the replica."),
+    ReplicaMetric("not_finite_logprobs", "counter", "not_finite_logprobs",
+                  "Log-probs of its answers that were NaN or infinite.", "not_finite"),
+    ReplicaMetric("last_error", "label"),
 )  # fmt: skip
 """What the service knows of a replica: read from a :class:`TableEntry`."""
 
 OF_THE_ENGINE: tuple[ReplicaMetric, ...] = (
-    _of("running", "gauge", "running_sequences", "Answers being generated."),
-    _of("waiting", "gauge", "waiting_sequences", "Answers in the engine's queue."),
-    _of("cache_usage", "gauge", "kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1."),
-    _of("tokens_per_second", "gauge", "tokens_per_second", "Tokens generated, of the last second."),
-    _of("requests", "counter", "requests", "Requests that the engine ended."),
-    _of("completions", "counter", "sequences", "Answers that the engine ended."),
-    _of("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of ended requests."),
-    _of("cached_tokens", "counter", "cached_tokens", "Those of them found in the prefix cache."),
-    _of("generated_tokens", "counter", "generated_tokens", "Tokens of ended requests."),
-    _of("generation_seconds", "counter", "generation_seconds", "Seconds that requests spent in the engine, summed."),
-    _of("cache_queries", "counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    _of("cache_hits", "counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    _of("preemptions", "counter", "preemptions", "Requests that lost their KV blocks and were recomputed."),
-    _of("steps", "counter", "steps", "Steps of the engine."),
-    _of("step_at", "gauge", "last_step_timestamp_seconds", "When the engine last ended a step."),
-    _of("weights_version", "gauge", "", ""),
-    _of("hit_rate", "gauge", "", ""),
+    ReplicaMetric("running", "gauge", "running_sequences", "Answers being generated."),
+    ReplicaMetric("waiting", "gauge", "waiting_sequences", "Answers in the engine's queue."),
+    ReplicaMetric("cache_usage", "gauge", "kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1."),
+    ReplicaMetric("tokens_per_second", "gauge", "tokens_per_second", "Tokens generated, of the last second."),
+    ReplicaMetric("requests", "counter", "requests", "Requests that the engine ended."),
+    ReplicaMetric("completions", "counter", "sequences", "Answers that the engine ended."),
+    ReplicaMetric("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of ended requests."),
+    ReplicaMetric("cached_tokens", "counter", "cached_tokens", "Those of them found in the prefix cache."),
+    ReplicaMetric("generated_tokens", "counter", "generated_tokens", "Tokens of ended requests."),
+    ReplicaMetric(
+        "generation_seconds", "counter", "generation_seconds", "Seconds that requests spent in the engine, summed."
+    ),
+    ReplicaMetric("cache_queries", "counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ReplicaMetric("cache_hits", "counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ReplicaMetric("preemptions", "counter", "preemptions", "Requests that lost their KV blocks and were recomputed."),
+    ReplicaMetric("steps", "counter", "steps", "Steps of the engine."),
+    ReplicaMetric("step_at", "gauge", "last_step_timestamp_seconds", "When the engine last ended a step."),
+    ReplicaMetric("weights_version", "gauge", "", ""),
+    ReplicaMetric("hit_rate", "gauge", "", ""),
 )
 """What an engine reports: read from its :class:`ReplicaStats`."""
 
@@ -128,7 +120,7 @@ SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 BOUNDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
 MOST_RECENT = 2048
 
-Finished: TypeAlias = Callable[[Sequence[Completion]], None]
+Finished: TypeAlias = Callable[[Sequence[Completion]], object]
 
 
 class Histogram:
@@ -180,11 +172,14 @@ class Metrics:
         before = set(map(id, whole))
         self.count("requests", requests)
         try:
-            yield lambda completions: self._finish([one for one in completions if id(one) not in before])
+            yield partial(self._finish, before=before)
         except EngineError as error:
-            done = [one for one in error.partial if not one.aborted and id(one) not in before]
-            self._finish(done)
-            self.count(_outcome(error), requests - len(done))
+            done = self._finish([one for one in error.partial if not one.aborted], before)
+            if isinstance(error, RequestRefusedError):
+                outcome = "refused"
+            else:
+                outcome = "timed_out" if isinstance(error, GenerationTimeout) else "failed"
+            self.count(outcome, requests - done)
             raise
         except ValueError:
             self.count("refused", requests)
@@ -193,11 +188,16 @@ class Metrics:
             self.count("aborted", requests)
             raise
 
-    def _finish(self, completions: Sequence[Completion]) -> None:
+    def _finish(self, completions: Sequence[Completion], before: Container[int]) -> int:
+        """Count completions, without those that were whole ``before``, and return how many."""
         if not self.enabled:
-            return
+            return 0
+        done = 0
         with self._lock:
             for completion in completions:
+                if id(completion) in before:
+                    continue
+                done += 1
                 self._counts["aborted" if completion.aborted else "completed"] += 1
                 if completion.prompt_logprobs is None:  # else it was scored, and its one token is dropped
                     self._counts["sequences"] += len(completion.outputs)
@@ -207,6 +207,7 @@ class Metrics:
                 self._counts["generation_seconds"] += completion.metrics.total_seconds
                 for name, histogram in self._histograms.items():
                     histogram.add(getattr(completion.metrics, name))
+        return done
 
     def summary(self) -> dict[str, float]:
         """Return all counters, and p50, p90, p99 of the seconds of the last 2048 requests, for a logger.
@@ -227,13 +228,6 @@ class Metrics:
             return {name: (list(h.counts), h.total) for name, h in self._histograms.items()}
 
 
-def _outcome(error: EngineError) -> str:
-    """Return the outcome of a call's unfinished requests when it ends with an error."""
-    if isinstance(error, RequestRefusedError):
-        return "refused"
-    return "timed_out" if isinstance(error, GenerationTimeout) else "failed"
-
-
 # Stats as tables: one row per replica, with counts that continue across its restarts.
 
 
@@ -242,8 +236,8 @@ SHOWN_ERROR_CHARACTERS = 80
 
 
 def _state(entry: TableEntry) -> str:
-    breaker = breaker_state(entry)
-    return entry.state.name if breaker == "closed" else f"{entry.state.name}, breaker {breaker}"
+    breaker = entry.breaker.state.value
+    return entry.state.name if breaker == CLOSED else f"{entry.state.name}, breaker {breaker}"
 
 
 class Totals:
@@ -272,7 +266,6 @@ def _add(counts: dict[str, float], stats: ReplicaStats | None) -> dict[str, floa
 
 
 def describe(entry: TableEntry) -> str:
-    """Return one line on a replica, from the stats that it sent by itself."""
     stats: ReplicaStats | None = entry.replica.last_stats
     line = f"#{entry.index} {_state(entry)}, v{entry.version}, {entry.inflight} in flight"
     if stats is not None and entry.state is not ReplicaState.DEAD:
@@ -289,61 +282,37 @@ HEADER = ("replica", "state", "version", "in flight", "running", "queued", "KV u
 
 def service_html(title: str, entries: Sequence[TableEntry], totals: Totals) -> str:
     """Return a table of the replicas as HTML: the first 16 of them, and a row for all."""
-    done = [totals.of(entry) for entry in entries]
+    done = [int(totals.of(entry)["requests"]) for entry in entries]
     alive = [entry.replica.last_stats if entry.state is not ReplicaState.DEAD else None for entry in entries]
+    rows = []
+    for entry, stats, requests in zip(entries[:SHOWN_REPLICAS], alive, done, strict=False):
+        row = [f"#{entry.index}", _state(entry), f"{entry.version}", f"{entry.inflight}"]
+        if stats is None:
+            row += ["–"] * 5
+        else:
+            row += [f"{stats.running}", f"{stats.waiting}", f"{stats.cache_usage:.0%}", f"{stats.hit_rate:.0%}"]
+            row += [f"{stats.tokens_per_second:,.0f}"]
+        error = (entry.last_error or "").partition("\n")[0][:SHOWN_ERROR_CHARACTERS]
+        rows.append([*row, f"{requests:,}", f"{entry.restarts}", error])
     known = [stats or ReplicaStats() for stats in alive]
-    rows = [
-        _cells(entry, stats, int(counts["requests"]))
-        for entry, stats, counts in zip(entries[:SHOWN_REPLICAS], alive, done, strict=False)
-    ]
-    queries = sum(stats.cache_queries for stats in known)
+    versions, queries = [entry.version for entry in entries], sum(stats.cache_queries for stats in known)
     usages = [stats.cache_usage for stats in alive if stats is not None]
     footer = [
         "all",
         f"{sum(entry.state is ReplicaState.SERVING for entry in entries)} of {len(entries)} serving",
-        _span([entry.version for entry in entries]),
+        f"{min(versions)}" if len(set(versions)) == 1 else f"{min(versions)} to {max(versions)}",
         f"{sum(entry.inflight for entry in entries)}",
         f"{sum(stats.running for stats in known)}",
         f"{sum(stats.waiting for stats in known)}",
-        _share(math.fsum(usages) / len(usages) if usages else 0.0),
-        _share(sum(stats.cache_hits for stats in known) / queries if queries else 0.0),
+        f"{math.fsum(usages) / max(1, len(usages)):.0%}",
+        f"{sum(stats.cache_hits for stats in known) / queries if queries else 0.0:.0%}",
         f"{sum(stats.tokens_per_second for stats in known):,.0f}",
-        f"{sum(int(counts['requests']) for counts in done):,}",
+        f"{sum(done):,}",
         f"{sum(entry.restarts for entry in entries)}",
         "",
     ]
     hidden = len(entries) - len(rows)
     return html_table(title, HEADER, rows, footer, f"and {hidden} more replicas" if hidden else "")
-
-
-def _cells(entry: TableEntry, stats: ReplicaStats | None, requests: int) -> list[str]:
-    engine = ["–"] * 5
-    if stats is not None:
-        engine = [
-            f"{stats.running}",
-            f"{stats.waiting}",
-            _share(stats.cache_usage),
-            _share(stats.hit_rate),
-            f"{stats.tokens_per_second:,.0f}",
-        ]
-    return [
-        f"#{entry.index}",
-        _state(entry),
-        f"{entry.version}",
-        f"{entry.inflight}",
-        *engine,
-        f"{requests:,}",
-        f"{entry.restarts}",
-        (entry.last_error or "").partition("\n")[0][:SHOWN_ERROR_CHARACTERS],
-    ]
-
-
-def _share(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _span(versions: Sequence[int]) -> str:
-    return f"{min(versions)}" if min(versions) == max(versions) else f"{min(versions)} to {max(versions)}"
 
 
 # The stats of a service as Prometheus reads them. A scrape reads what is known already and asks no engine.
@@ -391,7 +360,9 @@ class ServiceCollector:
             for state in ReplicaState:
                 states.add_metric([str(entry.index), state.value], float(entry.state is state))
         yield states
-        stats = [_living_stats(entry) for entry in entries]
+        # the last stats of a replica that may still be in that condition, else zeros
+        gone = (ReplicaState.DEAD, ReplicaState.STARTING)
+        stats = [(None if entry.state in gone else entry.replica.last_stats) or ReplicaStats() for entry in entries]
         totals = [self._totals.of(entry) for entry in entries]
         for metrics, sources in ((OF_THE_TABLE, entries), (OF_THE_ENGINE, stats)):
             for metric in metrics:
@@ -402,7 +373,11 @@ class ServiceCollector:
                 one = family(f"{PREFIX}replica_{metric.exported}", metric.meaning, labels=["replica"])
                 for entry, source, total in zip(entries, sources, totals, strict=True):
                     value = total.get(metric.name) if counts else None
-                    one.add_metric([str(entry.index)], metric.number(metric.read(source)) if value is None else value)
+                    if value is None:
+                        value = metric.read(source)
+                    if metric.name == "breaker":
+                        value = value != CLOSED
+                    one.add_metric([str(entry.index)], float(value))
                 yield one
 
     def _of_service(self) -> Iterator[Metric]:
@@ -416,20 +391,14 @@ class ServiceCollector:
         for name, meaning in COUNTERS.items():
             if name not in OUTCOMES:
                 yield self._families.CounterMetricFamily(f"{PREFIX}{name}", meaning, value=summary[name])
+        ends = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
         for name, (counts, total) in self._metrics.histograms().items():
-            ends = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
             yield self._families.HistogramMetricFamily(
                 f"{PREFIX}request_{name}",
                 "Seconds of answered requests, from their arrival at the engine.",
                 buckets=list(zip(ends, itertools.accumulate(counts), strict=True)),
                 sum_value=total,
             )
-
-
-def _living_stats(entry: TableEntry) -> ReplicaStats:
-    """Return the last stats of a replica that may still be in that condition, else zeros."""
-    gone = entry.state in (ReplicaState.DEAD, ReplicaState.STARTING)
-    return ReplicaStats() if gone else entry.replica.last_stats or ReplicaStats()
 
 
 def prometheus_text(collector: ServiceCollector) -> str:
