@@ -203,8 +203,9 @@ class _Function:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
         call = partial(self._call, **arguments)
         try:
-            # a plain function in a thread: it may compute for long, and the loop serves all samples
-            value = await (call() if self._is_async else asyncio.to_thread(_called, call))
+            # a plain function in a thread: it may compute for long, and the loop serves all samples; in a partial, of
+            # which an error about calls that hang names what is inside
+            value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
         except BaseException as error:

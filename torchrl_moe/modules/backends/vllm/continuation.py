@@ -110,7 +110,9 @@ def join(
     # nothing came since the cut
     if not len(rest.token_ids):  # cut again; vLLM gives no rows then
         return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
-    rest, text = _read(first, rest, params, decode)
+    text = first.text + rest.text
+    if params.detokenize:
+        rest, text = _read(first, rest, params, decode)
     return replace(
         rest,
         index=index,
@@ -137,7 +139,7 @@ def _read(
     """Return the rest, ended where a stop string that vLLM could not see ends it, and the text of the whole answer."""
     inside = _ends_inside_a_character(first, params, decode)
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
-    if not params.detokenize or not (inside or stops):
+    if not inside and not stops:
         return rest, first.text + rest.text
     # decoded across the cut, from the end of the text that is known
     before, after = first.token_ids.tolist(), rest.token_ids.tolist()
