@@ -461,6 +461,27 @@ def test_a_service_that_is_dropped_drops_what_it_runs_in_silence(
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
+@pytest.mark.parametrize("way", ["answer", "message"])
+def test_an_error_that_its_caller_keeps_keeps_no_answer_of_another_call(serve: Any, way: str) -> None:
+    lb = serve(2, refuse=lambda request: "no" if way == "answer" and request.request_id == "b" else None)
+    if way == "message":
+        replicas(lb)[1].script["submit"] = EngineError("no")
+
+    async def both() -> list[Any]:
+        go_on = threading.Event()
+        lb._loop.call(go_on.wait)  # so that both are sent, and answered, in one turn
+        calls = [asyncio.create_task(run_async(lb, name)) for name in "ab"]
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    completion, error = asyncio.run(both())
+    tokens = weakref.ref(completion.outputs[0].token_ids)
+    del completion
+    gc.collect()
+    assert tokens() is None and "no" in str(error)
+
+
 # -- a replica dies under requests ------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
@@ -362,26 +362,30 @@ class Dispatcher:
 
     def _send_all(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
-        for replica, answers in outgoing.items():
-            requests = [request.request for request in answers]
-            if not requests:  # all were withdrawn
-                continue
-            futures: Sequence[Future[Completion]]
-            try:
-                if any(request.stream for request in requests):
-                    futures = replica.submit(requests, lambda parts: self._loop.call(self._tell, parts))
-                else:
-                    futures = replica.submit(requests)
-            except BaseException as error:
-                # perhaps after some were sent: the error is the outcome of all
-                failed: Future[Completion] = Future()
-                failed.set_exception(error)
-                futures = [failed] * len(requests)
-                abort_on(replica, [request.request_id for request in requests])
-                if not isinstance(error, Exception):
-                    raise
-            for answer, future in zip(answers.values(), futures, strict=True):
-                future.add_done_callback(partial(self._take_back, answer))
+        for replica in list(outgoing):
+            # taken out: an error of one keeps its frames, and would keep the answers of others with them
+            self._send(replica, outgoing.pop(replica))
+
+    def _send(self, replica: Replica, answers: Mapping[InFlight, asyncio.Future[Completion]]) -> None:
+        requests = [request.request for request in answers]
+        if not requests:  # all were withdrawn
+            return
+        futures: Sequence[Future[Completion]]
+        try:
+            if any(request.stream for request in requests):
+                futures = replica.submit(requests, lambda parts: self._loop.call(self._tell, parts))
+            else:
+                futures = replica.submit(requests)
+        except BaseException as error:
+            # perhaps after some were sent: the error is the outcome of all
+            failed: Future[Completion] = Future()
+            failed.set_exception(error)
+            futures = [failed] * len(requests)
+            abort_on(replica, [request.request_id for request in requests])
+            if not isinstance(error, Exception):
+                raise
+        for answer, future in zip(answers.values(), futures, strict=True):
+            future.add_done_callback(partial(self._take_back, answer))
 
     def _tell(self, parts: Sequence[Completion]) -> None:
         """Give callers what their answers gained."""
@@ -403,15 +407,9 @@ class Dispatcher:
         """Wake the requests that replicas have answered."""
         with self._back_lock:
             back, self._back = self._back, []
-        for answer, future in back:
-            if answer.done():  # its request was given up
-                continue
-            try:
-                answer.set_result(future.result())
-            except (CancelledError, StopIteration) as error:  # no future takes these as the error of another
-                answer.set_exception(EngineError(f"the replica gave up the request: {error!r}"))
-            except BaseException as error:  # noqa: BLE001  raised where the answer is awaited
-                answer.set_exception(error)
+        back.reverse()
+        while back:  # taken out, as in ``_send_all``
+            _settle(*back.pop())
 
     def _note_death(self, request: InFlight, lease: Lease, death: ReplicaDiedError) -> bool:
         """Return whether a request must be alone at its next try; raise if it is given up."""
@@ -581,6 +579,18 @@ class Dispatcher:
             self._withdraw(request)
         for request in unfinished:
             self._give_up(request, error=EngineError(why))
+
+
+def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
+    """Give an answer what came back from its replica, unless its request was given up."""
+    if answer.done():
+        return
+    try:
+        answer.set_result(future.result())
+    except (CancelledError, StopIteration) as error:  # no future takes these as the error of another
+        answer.set_exception(EngineError(f"the replica gave up the request: {error!r}"))
+    except BaseException as error:  # noqa: BLE001  raised where the answer is awaited
+        answer.set_exception(error)
 
 
 def abort_on(replica: Replica, request_ids: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import AuthenticationError
@@ -425,7 +426,11 @@ def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(late.receive)
         late.give_up()
-        assert isinstance(reading.exception(60.0), EOFError)
+        error = reading.exception(60.0)
+    assert isinstance(error, EOFError)
+    kept = weakref.ref(error)
+    del reading, error
+    assert kept() is None  # whose frames hold the replica that read
     with pytest.raises(OSError, match="was never made"):
         late.send([b"x"])
     ours, other = (end.result(20) for end in sealed())

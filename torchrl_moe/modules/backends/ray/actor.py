@@ -211,7 +211,7 @@ class LateStream:
     """A connection that may be used before it exists: readers and writers wait until it does, or never will."""
 
     def __init__(self) -> None:
-        self._real: Future[SealedStream] = Future()
+        self._real: Future[SealedStream | None] = Future()  # None: there will be none
         self._moved_at = time.monotonic()
 
     def become(self, real: SealedStream) -> None:
@@ -224,19 +224,25 @@ class LateStream:
     def give_up(self) -> None:
         """Declare that there will be none; does nothing if there is one."""
         with contextlib.suppress(InvalidStateError):
-            self._real.set_exception(EOFError("the connection was never made"))
+            self._real.set_result(None)
+
+    def _wait(self) -> SealedStream:
+        if (real := self._real.result()) is None:
+            # one for each reader: kept in the future, it would keep their frames, and so the replica
+            raise EOFError("the connection was never made")
+        return real
 
     def _made(self) -> SealedStream | None:
-        return self._real.result() if self._real.done() and self._real.exception() is None else None
+        return self._real.result() if self._real.done() else None
 
     def send(self, frames: Sequence[link.Buffer]) -> None:
         try:
-            self._real.result().send(frames)
+            self._wait().send(frames)
         except EOFError as error:
             raise OSError(str(error)) from error
 
     def receive(self) -> list[memoryview]:
-        return self._real.result().receive()
+        return self._wait().receive()
 
     @property
     def moved_at(self) -> float:
