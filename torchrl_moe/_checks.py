@@ -1,7 +1,8 @@
 """Checks of numbers, ranks, shapes, dtypes and routes: the only place that writes such messages; former names.
 
 Every public function calls these on its arguments first. The structural checks read no values, so they cost nothing on
-a device and are static under ``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
+a device and are static under ``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values. They
+take arrays: tensordicts are unpacked by their owners before.
 
 Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
 """
@@ -245,7 +246,8 @@ def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = V
 def as_mask(name: str, mask: object, *, error: type[Exception] = ValueError) -> torch.Tensor:
     """Return a mask as bool; raise ``error`` unless it is bool, or holds 0 and 1 only.
 
-    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask.
+    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask. Values of a bool mask are
+    not read.
 
     >>> as_mask("mask", torch.tensor([0.0, 0.5]))
     Traceback (most recent call last):

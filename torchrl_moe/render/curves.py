@@ -1,6 +1,7 @@
 """Figures of a training run: its curves, log-ratios, staleness, timelines; and the colors that mark things.
 
-Each function returns a matplotlib figure; without matplotlib it raises an ImportError that names the extra.
+Functions named ``*_figure`` return a matplotlib figure; without matplotlib they raise an ImportError that names the
+extra.
 """
 
 from __future__ import annotations

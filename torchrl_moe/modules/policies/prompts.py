@@ -486,7 +486,7 @@ class PolicyWrapper(LLMWrapperBase):
 
     @property
     def _mask_keys(self) -> list[NestedKey]:
-        """Where the mask of full sequences may be; the first one comes first."""
+        """Where the mask of full sequences may be: the first of them that is there counts."""
         keys = (self.masks_key, "all_attention_mask"), self.attention_mask_key
         return [key for key in keys if key is not None]
 

@@ -441,7 +441,8 @@ class TransformersWrapper(ScoringWrapper):
         for i, completion in enumerate(completions):
             for output in completion.outputs:
                 routes = None
-                if recorder is not None and output.routed_experts is not None:
+                if recorder is not None:
+                    assert output.routed_experts is not None  # a recorder was passed
                     fed = torch.from_numpy(output.routed_experts)
                     routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
                     routes = routes.to(torch.int8 if recorder.num_experts <= 128 else torch.int16)

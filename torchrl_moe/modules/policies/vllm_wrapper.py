@@ -113,6 +113,9 @@ def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) ->
 
 
 # What a batch says about its requests besides their prompts: keys at its root, one value per sample, read if present.
+#
+# Numbers are an int tensor [B] or [B, 1]; text, and anything else, a list or NonTensorStack of B entries, or one
+# NonTensorData for all. Unset are None and, for all but the priority, -1. docs/service.md has the table of keys.
 
 
 UNSET = -1
@@ -343,7 +346,7 @@ class vLLMWrapper(PolicyWrapper):
             if given[name] is not None:
                 kind, now = ("scoring", "generate=False") if generate else ("generation", "generate=True")
                 raise ValueError(f"{name}={given[name]!r} is for {kind}: leave it out, or pass {now}")
-        # a new version shares the engine and its tokenizer
+        # nothing is started before this line; a new version shares the engine
         if isinstance(model, str | os.PathLike):
             model = AsyncVLLM.from_pretrained(model)
         if not isinstance(model, GenerationService):
