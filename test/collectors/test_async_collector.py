@@ -236,6 +236,24 @@ def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monke
     over.set()
 
 
+def test_after_a_loop_that_stood_still_no_batch_is_lost(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of ``iterator()``, which does not shut the collector down as ``iter`` does."""
+    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
+    over = threading.Event()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        return float(over.wait(60))
+
+    collector = collect(episode, groups_per_batch=1, group_size=1, max_staleness=0, heartbeat_timeout=2.0)
+    with pytest.raises(CollectionStalledError, match="has stood still"):
+        in_thread(lambda: next(collector.iterator())).result(50)
+    over.set()
+    batches = collector.iterator()
+    found = in_thread(lambda: [queries(next(batches)) for _ in range(3)]).result(50)
+    assert found == [["q0"], ["q1"], ["q2"]]
+
+
 # -- buffers, pauses, ends --------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of
 from support.waiting import HOUR
-from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors import AsyncLLMCollector, environments
 from torchrl_moe.collectors.environments import (
     MOST_THREADS,
     EnvironmentPool,
@@ -149,6 +149,35 @@ def test_an_environment_of_one_sample_is_kept_by_it_and_more_are_made_only_if_al
     assert made == []
     both_at_once(pool, lambda env: together.wait(30), count=3)
     assert len(made) == 2
+
+
+def test_errors_of_its_threads_name_what_the_user_wrote(
+    pool_of: Pools, over: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "MOST_GIVEN_UP", 2)
+    inside: list[int] = []
+
+    def hanging() -> EnvBase:
+        inside.append(1)
+        over.wait(60)
+        return chat(1)
+
+    pool = pool_of(chat(1).append_transform(StepCounter()), hanging)
+
+    async def main() -> None:
+        async with pool.lend(None) as in_thread:
+            with pytest.raises(RuntimeError, match=r"^ChatEnv raised StopIteration"):
+                await in_thread(lambda _: next(iter(())))
+            for count in (1, 2):
+                waiting = asyncio.ensure_future(pool.lend(None).__aenter__())
+                while len(inside) < count:
+                    await asyncio.sleep(0.01)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+            with pytest.raises(CollectionError, match=r"2 calls that were given up .* of .*\.hanging: a function"):
+                await pool.lend(None).__aenter__()
+
+    asyncio.run(main())
 
 
 def test_an_environment_that_hangs_is_given_up_for_another_but_there_is_an_end_to_it(

@@ -388,6 +388,7 @@ def test_hooks_log_by_step_get_the_means_of_updates_and_keep_their_state(start: 
     """TorchRL's and one's own, over two runs: the number of optimizer steps goes on where the first has ended."""
     logged: list[tuple[int, dict[str, float]]] = []
     ended: list[tuple[int, float]] = []
+    phases: list[list[str]] = []
     logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((step, dict(metrics))))
     for steps, resume in ((1, False), (2, True)):
         calls = Calls()
@@ -413,9 +414,12 @@ def test_hooks_log_by_step_get_the_means_of_updates_and_keep_their_state(start: 
                 "post_optim_complete_log", lambda count, losses: ended.append((count, float(losses["loss_objective"])))
             )
             trainer.register_op("post_steps_log", lambda batch: {"rows": np.float32(len(batch)), "is_switch": True})
+            clock = trainer.clock
+            trainer.hooks.add("post_steps", lambda clock=clock: phases.append([*clock.seconds]))
             trainer.record.loggers = [logger]  # type: ignore[list-item]
             trainer.train()
             assert calls.count == trainer._optim_count == 2 * steps
+    assert phases == [["generate", "score", "train", "sync"]] * 2
     assert ended == [(2, 1.5), (4, 1.5)]  # of the updates 1 and 2
     assert [one for one in logged if "rows" in one[1]] == [(0, {"rows": 4.0}), (1, {"rows": 4.0})]
     assert [step for step, metrics in logged if "mean_advantage" in metrics] == [0, 1]

@@ -180,6 +180,13 @@ def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: P
     assert VLLMWeightSyncScheme(folder="/dev/shm/a/b", delta=True).options.store.delta
 
 
+def test_an_adapter_is_never_sent_as_a_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_moe.weight_update.scheme.is_in_memory", lambda _: False)
+    merged, adapter = VLLMWeightSyncScheme(folder=tmp_path), VLLMWeightSyncScheme(folder=tmp_path, lora="adapter")
+    assert [scheme.options.store.delta for scheme in (merged, adapter)] == [True, False]
+    assert repr(adapter).endswith("delta=False)")
+
+
 @pytest.mark.parametrize(
     ("choices", "replicas", "hold", "serve"),
     [

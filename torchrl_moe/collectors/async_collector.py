@@ -323,8 +323,8 @@ class AsyncLLMCollector(FreeRunning, Reports):
     def _take(self) -> TensorDictBase | None:
         """Wait for the next batch, and hand it over once, whatever interrupts.
 
-        Until it is accepted, the collector owns it: after a Ctrl-C, or an error on its way to the trainer, the next
-        call takes the same batch.
+        Until it is accepted, the collector owns it: after a Ctrl-C, an event loop that stood still, or an error on its
+        way to the trainer, the next call takes the same batch.
         """
         with self._taking:
             with self._owning:
@@ -341,8 +341,10 @@ class AsyncLLMCollector(FreeRunning, Reports):
             try:
                 with self.record.wait():
                     batch = self._loop.result(self._awaited, self._check_loop)
-            except Exception:  # a Ctrl-C leaves it
-                self._awaited = None
+            except Exception:
+                # a Ctrl-C leaves it, and so does a loop that stands still: what comes later is the next call's
+                if self._awaited.done() and self._awaited.exception() is not None:
+                    self._awaited = None
                 raise
             with self._owning:
                 accepted = self._accept(batch)

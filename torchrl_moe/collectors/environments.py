@@ -342,9 +342,11 @@ def _done() -> NoReturn:
 
 
 def _name(function: object) -> str:
-    """The name of a function that helpers such as ``asyncio.to_thread`` call: their first argument."""
+    """The name of a function, or environment, that helpers such as ``asyncio.to_thread`` call: their first argument."""
     while isinstance(function, partial):
         function = function.args[0] if function.args and callable(function.args[0]) else function.func
+    while isinstance(function, TransformedEnv):
+        function = function.base_env
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
@@ -396,7 +398,7 @@ class EnvironmentPool:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
-                call = self._threads.call(self._use, env, function, *arguments)
+                call = self._threads.call(partial(self._use, env, function), *arguments)
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
@@ -433,7 +435,7 @@ class EnvironmentPool:
             return self._free.pop()
         if self._make is None:
             raise CollectionError(ONLY_ONE)
-        return await self._threads.call(self._made, self._make)
+        return await self._threads.call(partial(self._made, self._make))
 
     # -- in a thread ------------------------------------------------------------------------------------------------
 

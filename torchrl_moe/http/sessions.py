@@ -259,9 +259,9 @@ class Session:
         """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
 
         It has the keys of a rollout (docs/loop.md). ``("masks", "all_assistant_mask")`` is True on the sampled tokens
-        of every turn of its path, and only there are log-probs known. ``"prompt"`` are the tokens before the first of
-        them. A leaf whose answers were sampled at several temperatures has one trajectory for each, since a sample is
-        scored at one.
+        of every turn of its path, and only there are log-probs known, so that any masking of the losses trains on these
+        tokens. ``"prompt"`` are the tokens before the first of them. A leaf whose answers were sampled at several
+        temperatures has one trajectory for each, since a sample is scored at one.
 
         Args:
             shared: how answers that several leaves have in common count. ``"first"``: they are masked in all leaves but

@@ -59,6 +59,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+class StepClock:
+    """Counts the seconds of each phase of a training step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside the context towards a phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
 LOG = logging.getLogger(__name__)
 
 USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
@@ -142,6 +158,43 @@ INSIDE = ("post_loss", "process_loss", "optimizer")
 """TorchRL's stages inside of an optimizer step, which is one call here."""
 
 
+class Hooks:
+    """What a user has registered: plain callables, by TorchRL's names of the stages of a step."""
+
+    def __init__(self, log: Callable[[Mapping[str, object]], None]) -> None:
+        self._log = log
+        self._ops: dict[str, list[Callable[..., Any]]] = {stage: [] for stage in STAGES}
+
+    def add(self, stage: str, op: Callable[..., Any], **kwargs: object) -> None:
+        """Register a hook; keywords are passed to each call.
+
+        Raises:
+            ValueError: no hook runs at that stage.
+        """
+        if stage in INSIDE:
+            raise ValueError(
+                f"no hook runs at {stage!r}, inside of an optimizer step, which is one call here: register it at "
+                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
+            )
+        if stage not in self._ops:
+            raise ValueError(f"there is no stage {stage!r} for a hook: {nearest(stage, STAGES)}")
+        self._ops[stage].append(partial(op, **kwargs) if kwargs else op)
+
+    def run(self, stage: str, *given: object) -> None:
+        """Call the hooks of a stage; what those whose names end in ``_log`` return, goes to the loggers."""
+        for op in self._ops[stage]:
+            found = op(*given)
+            if stage.endswith("_log") and found is not None:
+                self._log(found)
+
+    def changed(self, stage: str, batch: TensorDictBase) -> TensorDictBase:
+        """Return a batch as the hooks of a stage leave it: what they return, or what they have changed in place."""
+        for op in self._ops[stage]:
+            found = op(batch)
+            batch = found if isinstance(found, TensorDictBase) else batch
+        return batch
+
+
 STEPPER = "trainer_module.optimization_stepper"  # as in the checkpoints of runs of older versions
 NEVER_EVALUATED = -1e300
 REWARDED = 5
@@ -210,9 +263,7 @@ class MoEGRPOTrainer(RunReports):
             set_up = [import_function(name) for name in config.hooks]
         except ValueError as error:
             raise ConfigError(f"hooks: {error}") from error
-        self.health = HealthMonitor()
-        self._hooks: dict[str, list[Callable[..., Any]]] = {stage: [] for stage in STAGES}
-        self._seconds: dict[str, float] = {}  # of each phase of this step
+        self.clock, self.health, self.hooks = StepClock(), HealthMonitor(), Hooks(self._log)
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = self._step = 0
         self._has_ended = self._stops = self._is_asked_to_stop = self._is_interrupted = False
         self._batches: Iterator[TensorDictBase | None] | None = None
@@ -327,14 +378,7 @@ class MoEGRPOTrainer(RunReports):
         Raises:
             ValueError: there is no such stage, or it is inside of an optimizer step.
         """
-        if dest in INSIDE:
-            raise ValueError(
-                f"no hook runs at {dest!r}, inside of an optimizer step, which is one call here: register it at "
-                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
-            )
-        if dest not in self._hooks:
-            raise ValueError(f"there is no stage {dest!r} for a hook: {nearest(dest, STAGES)}")
-        self._hooks[dest].append(partial(op, **kwargs) if kwargs else op)
+        self.hooks.add(dest, op, **kwargs)
 
     register_hook = register_op
 
@@ -351,19 +395,8 @@ class MoEGRPOTrainer(RunReports):
         """Optimizer steps so far: TorchRL's own hooks read it."""
         return self.learner.stepper.count
 
-    def _run_hooks(self, stage: str, *given: object) -> None:
-        """Call the hooks of a stage; what those whose names end in ``_log`` return, goes to the loggers."""
-        for op in self._hooks[stage]:
-            found = op(*given)
-            if stage.endswith("_log") and found is not None:
-                self.record.log(found, self._step)
-
-    def _changed(self, stage: str, batch: TensorDictBase) -> TensorDictBase:
-        """Return a batch as the hooks of a stage leave it: what they return, or what they have changed in place."""
-        for op in self._hooks[stage]:
-            found = op(batch)
-            batch = found if isinstance(found, TensorDictBase) else batch
-        return batch
+    def _log(self, values: Mapping[str, object]) -> None:
+        self.record.log(values, self._step)
 
     # -- a step
 
@@ -377,11 +410,11 @@ class MoEGRPOTrainer(RunReports):
         if self._stops or self.steps_done >= self.config.steps:
             return False
         config, engine, optim, stepper = self.config, self.rollout_engine, self.config.optim, self.learner.stepper
-        run = self._run_hooks
+        clock, run, changed = self.clock, self.hooks.run, self.hooks.changed
         with self.ranks.guard():
-            self._seconds, self._step = {}, self.steps_done
+            clock.seconds, self._step = {}, self.steps_done
             # collect: rank 0 has the answers, with the experts that the engine chose
-            with self._timed("generate"):
+            with clock("generate"):
                 if self._batches is None:
                     self._batches = iter(()) if self.collector is None else iter(self.collector)
                 self.evaluation.begin(self.steps_done, not self._unsynced)
@@ -394,7 +427,7 @@ class MoEGRPOTrainer(RunReports):
             if collected is not None and config.engine.sleep:
                 self.evaluation.wait()
                 engine.engine.sleep()
-            with self._timed("score"):
+            with clock("score"):
                 # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
                 metrics: dict[str, float] = {}
                 if collected is not None:
@@ -413,15 +446,15 @@ class MoEGRPOTrainer(RunReports):
                 metrics |= self.learner.scores(batch, int(batch.get("current_version")[0]), is_measured)
                 self._refuse_a_fault(batch, metrics)
             # optimise in minibatches, in a new order in each epoch
-            batch = self._changed("batch_process", batch)
-            with self._timed("train"):
+            batch = changed("batch_process", batch)
+            with clock("train"):
                 run("pre_steps_log", batch)
                 run("pre_optim_steps")
                 losses: list[TensorDictBase] = []
                 for _ in range(optim.epochs):
                     run("pre_epoch_log", batch)
-                    for part in minibatches(self._changed("pre_epoch", batch), optim.minibatches, self.ranks):
-                        part = self._changed("process_optim_batch", part)
+                    for part in minibatches(changed("pre_epoch", batch), optim.minibatches, self.ranks):
+                        part = changed("process_optim_batch", part)
                         losses.append(stepper.step(part))
                         run("post_optim")
                         run("post_optim_log", part)
@@ -433,7 +466,7 @@ class MoEGRPOTrainer(RunReports):
             # an evaluation that still runs asks for answers by the weights that now change
             metrics |= self.evaluation.take()
             # sync: every few steps if so configured, and always the weights of the last step
-            with self._timed("sync"):
+            with clock("sync"):
                 self._unsynced += 1
                 if self.steps_done % config.engine.sync_every == 0 or self.steps_done == config.steps:
                     self.ranks.meet("weight sync", patient=True)
@@ -457,15 +490,6 @@ class MoEGRPOTrainer(RunReports):
         if self._has_ended:
             how = "continue with another trainer and config.resume=True"
             raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds inside the context towards a phase of this step."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = time.perf_counter() - began
 
     def _share(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         """Give each rank whole groups of rank 0's batch; return this one's, or ``None`` if there is no batch."""
@@ -509,7 +533,7 @@ class MoEGRPOTrainer(RunReports):
 
     def _record(self, metrics: dict[str, float]) -> None:
         """Write and show the step's metrics, and warn of what they show."""
-        seconds = dict(self._seconds)
+        seconds = dict(self.clock.seconds)
         self.trained_tokens += int(metrics["tokens"])
         # the next evaluation runs beside the next step; after the last there is none to run beside
         if self.steps_done >= self.config.steps:
@@ -553,10 +577,10 @@ class MoEGRPOTrainer(RunReports):
             ends.callback(setattr, self, "_has_ended", True)  # in mid-step, weights and collector may be inconsistent
             # the ranks agree on an interrupt at the end of a step
             with finishing(partial(setattr, self, "_is_interrupted", True), self.shutdown, grace):
-                self._run_hooks("setup")
+                self.hooks.run("setup")
                 while not self._stops and self.step():
                     pass
-                self._run_hooks("shutdown")
+                self.hooks.run("shutdown")
                 if self.collector is not None:
                     self.collector.shutdown()
                 can_continue = self.steps_done < self.config.steps and self.config.checkpoint.every > 0

@@ -336,7 +336,8 @@ NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are t
 class RolloutSource:
     """Where samples come from: an environment or a function, and the rows that it gets.
 
-    It has none until :meth:`load`, nor on ranks that do not load any. ``None`` of an argument: ``config.data`` says it.
+    Before :meth:`load`, and on ranks that do not load, it has nothing but the given ``env``, unread. ``None`` of an
+    argument: ``config.data`` says it.
     """
 
     def __init__(

@@ -217,6 +217,21 @@ def test_what_torch_raises_while_it_joins_again_is_an_error_of_the_sync(
     assert wires == []
 
 
+def test_what_torch_raises_where_a_communicator_ends_is_one_too(tmp_path: Path, wires: list[tuple[Wire, Any]]) -> None:
+    replica, transport = Replica(), transport_of(tmp_path)
+    transport.open(replica, TIMEOUT)
+    manifest, _ = version(WeightStoreWriter(tmp_path), 1)
+    ((wire, _),) = wires
+
+    def destroy() -> None:
+        wire.ended.set()
+        raise RuntimeError("NCCL error: it cannot be aborted")
+
+    wire.destroy = destroy  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="version 1 was not sent: NCCL error: it cannot be aborted"):
+        transport.swapping(replica, manifest, lambda: SwapReport(started=False, error="it could not pause"))
+
+
 def test_buffers_are_as_asked_for_and_ports_are_free_ones_and_workers_that_do_not_join_are_the_replicas_error(
     tmp_path: Path, wires: list[tuple[Wire, Any]]
 ) -> None:

@@ -171,15 +171,24 @@ class NCCLTransport:
         )
 
     def swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+        # around the end of a communicator too: an error of another class would end the update of all replicas
+        try:
+            return self._swapping(replica, manifest, swap)
+        except TorchRLMoEError:  # some of which are of these kinds too
+            raise
+        except (RuntimeError, OSError) as error:  # of torch, NCCL and sockets
+            raise WeightSyncError(f"version {manifest.version} was not sent: {error}") from error
+
+    def _swapping(self, replica: Replica, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+        if replica not in self._links:  # the attempt before failed
+            self.open(replica, self._timeout)
+        link = self._links[replica]
+        link.source.manifest, link.client.swap, link.client.answer = manifest, swap, Future()
+        executor = ThreadPoolExecutor(1, thread_name_prefix="weight-nccl")
+        sending = executor.submit(self._send, link)
+        executor.shutdown(wait=False)  # the thread ends with its job
         is_through = False
         try:
-            if replica not in self._links:  # the attempt before failed
-                self.open(replica, self._timeout)
-            link = self._links[replica]
-            link.source.manifest, link.client.swap, link.client.answer = manifest, swap, Future()
-            executor = ThreadPoolExecutor(1, thread_name_prefix="weight-nccl")
-            sending = executor.submit(self._send, link)
-            executor.shutdown(wait=False)  # the thread ends with its job
             first: list[Future[Any]] = [link.client.answer, sending]
             wait(first, return_when=FIRST_COMPLETED)
             if not link.client.answer.done():  # the broadcast ended before the replica did
@@ -190,10 +199,6 @@ class NCCLTransport:
                 sending.result()
                 is_through = True
             return report
-        except TorchRLMoEError:  # some of which are of these kinds too
-            raise
-        except (RuntimeError, OSError) as error:  # of torch, NCCL and sockets
-            raise WeightSyncError(f"version {manifest.version} was not sent: {error}") from error
         finally:
             if not is_through:
                 self._drop(replica)
