@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import socket
@@ -422,15 +423,20 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
 
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
 def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
-    late = LateStream()
+    late, refs = LateStream(), []
+
+    def read() -> None:
+        replica = threading.Event()  # in the frames of what it raises
+        refs.append(weakref.ref(replica))
+        late.receive()
+
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(late.receive)
+        reading = pool.submit(read)
         late.give_up()
-        error = reading.exception(60.0)
-    assert isinstance(error, EOFError)
-    kept = weakref.ref(error)
-    del reading, error
-    assert kept() is None  # whose frames hold the replica that read
+        assert isinstance(reading.exception(60.0), EOFError)
+    del reading
+    gc.collect()
+    assert refs[0]() is None
     with pytest.raises(OSError, match="was never made"):
         late.send([b"x"])
     ours, other = (end.result(20) for end in sealed())
