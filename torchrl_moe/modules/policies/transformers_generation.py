@@ -319,7 +319,7 @@ class _Draws:
 
     def end(self, input_ids: Tensor, ended: Tensor) -> None:
         """Record the log-probs of the tokens that were sampled last, and which answers end with them, bool ``[N]``."""
-        # the loop may take a step more than it returns (a deferred stop check, 5.24): what is read ends at ``lengths``
+        # transformers may take a step more than it returns (DeferredStopCheck, on mps): answers end at ``lengths``
         if self._drawn_from is not None:
             self.log_probs.append(self._drawn_from.gather(-1, input_ids[:, -1:])[:, 0].cpu())
             self._drawn_from = None

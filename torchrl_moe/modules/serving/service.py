@@ -277,8 +277,9 @@ class GenerationService:
             resume: instead of prompts: completions to finish, such as an error's ``.partial``. Complete ones are
                 returned unchanged. The others continue after their last tokens, under new request ids, and look as if
                 never cut; answers without tokens, or with parameters that depend on where they started (a grammar,
-                penalties), start again. Pass the other arguments of the original call.
-            use_tqdm: whether to show a progress bar, on a terminal or in a notebook.
+                penalties), start again. Pass the other arguments of the original call: ``max_tokens`` includes the
+                existing tokens.
+            use_tqdm: whether to show a progress bar, on a terminal or in a notebook; a log file gets none.
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
@@ -290,7 +291,8 @@ class GenerationService:
                 ``scheduling_policy="priority"``. This and the next two: one for all, or one per prompt.
             min_version: the oldest weight version that is acceptable.
             request_context: input for your own balancing strategies.
-            group_ids: one per prompt, like ``session_ids``; all requests of a group go to one weight version.
+            group_ids: one per prompt, like ``session_ids``; 3 and ``"3"`` are one group. All requests of a group go to
+                one weight version.
             return_routed_experts: whether to return the routes; evaluation does not need them.
             routed_experts: the experts ``[rows, L, K]`` that the first tokens of a prompt of token ids follow, -1 in
                 rows that the model routes; for several prompts a list, with ``None`` for those without. With ``resume``
@@ -598,6 +600,7 @@ class GenerationService:
         Plain data only. TorchRL returns Ray references in their place.
 
         Raises:
+            RuntimeError: the service is not running.
             ValueError: a method by which TorchRL sends weights; the message says what to do instead.
             EngineError: there is no such method, or it failed.
         """
