@@ -6,7 +6,7 @@ import pickle
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -221,16 +221,20 @@ def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
     late.join()
 
 
-def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
-
-    over = threading.Event()
+def blocking(over: threading.Event) -> Callable[[TensorDictBase, Ask], Awaitable[float]]:
+    """An episode that waits for ``over`` in the event loop."""
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         return float(over.wait(60))
 
-    collector = collect(episode, groups_per_batch=2, heartbeat_timeout=0.5)
+    return episode
+
+
+def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
+    over = threading.Event()
+    collector = collect(blocking(over), groups_per_batch=2, heartbeat_timeout=0.5)
     with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
         in_thread(lambda: next(iter(collector))).result(50)
     over.set()
@@ -239,13 +243,8 @@ def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monke
 def test_after_a_loop_that_stood_still_no_batch_is_lost(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of ``iterator()``, which does not shut the collector down as ``iter`` does."""
     monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
-    over = threading.Event()
-
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        return float(over.wait(60))
-
-    collector = collect(episode, groups_per_batch=1, group_size=1, max_staleness=0, heartbeat_timeout=2.0)
+    over, how = threading.Event(), {"groups_per_batch": 1, "group_size": 1, "max_staleness": 0}
+    collector = collect(blocking(over), **how, heartbeat_timeout=2.0)
     with pytest.raises(CollectionStalledError, match="has stood still"):
         in_thread(lambda: next(collector.iterator())).result(50)
     over.set()

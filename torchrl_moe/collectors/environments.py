@@ -132,9 +132,6 @@ MOST_THREADS = 32
 MOST_GIVEN_UP = 64
 IDLE_SECONDS = 5.0
 ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
-OF_A_CHAT = ("input_mode", "system_prompt", "tokenizer", "template_kwargs", "system_role", "user_role", "policy_role",
-             "data_key", "device")  # fmt: skip
-"""What a ``ChatEnv`` is made with, beside its batch size."""
 
 
 def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[object] | None, int | None]:
@@ -202,7 +199,18 @@ def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:
             f"the environment has batch size {list(env.batch_size)}: make it with (1,), an environment for each "
             f"sample, or with ({group_size},), one for each group of answers"
         )
-    again = ChatEnv(batch_size=(group_size,), **{name: getattr(base, name) for name in OF_A_CHAT})
+    again = ChatEnv(
+        input_mode=base.input_mode,
+        batch_size=(group_size,),
+        system_prompt=base.system_prompt,
+        tokenizer=base.tokenizer,
+        template_kwargs=base.template_kwargs,
+        system_role=base.system_role,
+        user_role=base.user_role,
+        policy_role=base.policy_role,
+        data_key=base.data_key,
+        device=base.device,
+    )
     transforms = [transform.clone() for transform in _transforms(env)]
     return TransformedEnv(again, Compose(*transforms)) if transforms else again
 

@@ -69,7 +69,7 @@ def test_a_new_version_keeps_every_argument() -> None:
     }
     scorer = TransformersWrapper(make_tiny_moe(), **changed)
     again = scorer.get_new_version()
-    assert {**again._arguments, **changed} == again._arguments == scorer._arguments
+    assert {**vars(again._options), **changed} == vars(again._options) == vars(scorer._options)
     assert again.router_replay is scorer.router_replay is not None
     names = ("tokenizer", "replay", "temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "inplace")
     for name in (*names, "rerecord", "layout", "pad_output"):

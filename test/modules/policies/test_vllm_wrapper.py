@@ -547,7 +547,9 @@ def visible(policy: vLLMWrapper) -> dict[str, Any]:
 
 def test_the_table_of_changes_is_complete_and_others_are_named(fake: FakeAsyncVLLM) -> None:
     of_scoring = {"generate", "replay", "temperature"}
-    assert set(CHANGES) | of_scoring | {"model", "pad_model_input", "num_samples"} == set(vLLMWrapper(fake)._arguments)
+    assert set(CHANGES) | of_scoring | {"model", "pad_model_input", "num_samples"} == set(
+        vars(vLLMWrapper(fake)._options)
+    )
     with pytest.raises(TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask"):
         wrapper(fake).get_new_version(x=1, pad=True)
 

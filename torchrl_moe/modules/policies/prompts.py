@@ -340,32 +340,78 @@ def no_distribution(message: str) -> NotImplementedError:
     return NotImplementedError(message)
 
 
-def check_arguments(given: Mapping[str, Any], instead: str) -> None:
-    """Refuse what both wrappers refuse, before a model is loaded."""
-    check_bool("pad_output", given["pad_output"])
-    mode, replay, temperature = given["input_mode"], given["replay"], given["temperature"]
-    if mode not in INPUT_MODES:
-        raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {mode!r}")
-    template_options(given["chat_template_kwargs"])
-    if given["chat_template_name"] is not None:
-        chat_template_named(given["chat_template_name"])
-    for name in ("batching", "min_batch_size", "max_batch_size"):
-        if given[name] not in (None, False):
-            raise ValueError(f"{name} must be None, got {given[name]!r}: calls are not joined here; {instead}")
-    if given["num_samples"] is not None and given["num_samples"] < 1:
-        raise ValueError(f"num_samples must be at least 1, got {given['num_samples']}")
-    if given["generate"]:
-        return
-    if given["return_log_probs"] is False:
-        raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
-    if mode != "tokens" and replay not in (None, "none"):
-        raise ValueError(
-            f"replay={replay!r} with input_mode={mode!r}: text may be encoded to other tokens than those that were "
-            "sampled and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the rollout, or "
-            "replay='none'"
-        )
-    if temperature is not None and not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+@dataclass(frozen=True, kw_only=True)
+class WrapperOptions:
+    """The arguments that both wrappers have, as they were given; the wrappers' docstrings explain them."""
+
+    tokenizer: PreTrainedTokenizerBase | str | None
+    input_mode: Literal["history", "text", "tokens"] | None
+    input_key: NestedKey | None
+    attention_mask_key: NestedKey
+    generate: bool | None
+    generate_kwargs: dict[str, object] | None
+    tokenizer_kwargs: dict[str, object] | None
+    pad_output: bool
+    pad_model_input: bool | int | None
+    inplace: Literal["empty"] | bool | None
+    device: torch.device | str | None
+    layout: torch.layout | None
+    num_samples: int | None
+    chat_template_name: str | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, object] | None
+    return_log_probs: bool | None
+    return_routed_experts: bool | None
+    history_key: str
+    text_key: str
+    tokens_key: str
+    masks_key: str
+    log_probs_key: str
+    routed_experts_key: str
+    batching: bool | None
+    min_batch_size: int | None
+    max_batch_size: int | None
+    batching_timeout: float
+    prefer_tokens: bool
+    replay: Literal["R3", "R2", "none"] | None
+    temperature: float | None
+
+    def check(self, instead: str) -> None:
+        """Refuse what both wrappers refuse, before a model is loaded."""
+        check_bool("pad_output", self.pad_output)
+        if self.input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {self.input_mode!r}")
+        template_options(self.chat_template_kwargs)
+        if self.chat_template_name is not None:
+            chat_template_named(self.chat_template_name)
+        for name in ("batching", "min_batch_size", "max_batch_size"):
+            if (value := getattr(self, name)) not in (None, False):
+                raise ValueError(f"{name} must be None, got {value!r}: calls are not joined here; {instead}")
+        if self.num_samples is not None and self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+        if self.generate:
+            return
+        if self.return_log_probs is False:
+            raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
+        if self.input_mode != "tokens" and self.replay not in (None, "none"):
+            raise ValueError(
+                f"replay={self.replay!r} with input_mode={self.input_mode!r}: text may be encoded to other tokens than "
+                "those that were sampled and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the "
+                "rollout, or replay='none'"
+            )
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def changed(self, changes: Mapping[str, object], reset: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of a new version; ``reset`` are those that mean nothing to it."""
+        before = vars(self)
+        if unknown := sorted(set(changes) - set(before)):
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        follow = dict.fromkeys(reset)
+        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
+        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
+            follow["input_key"] = None
+        return {**before, **follow, **changes}
 
 
 class PolicyWrapper(LLMWrapperBase):
@@ -386,37 +432,27 @@ class PolicyWrapper(LLMWrapperBase):
     return_routed_experts: bool
     replay: Literal["R3", "R2", "none"] | None
 
-    def _set_arguments(self, given: dict[str, Any]) -> None:
+    def _set_options(self, options: WrapperOptions) -> None:
         """Keep the arguments for a new version, and set the attributes that they become."""
-        self._arguments = given
-        self.input_mode: str = given["input_mode"]
-        self.generate: bool = given["generate"]
-        self.prefer_tokens: bool = given["prefer_tokens"]
-        self.pad_output: bool = given["pad_output"]
-        self.attention_mask_key: NestedKey = given["attention_mask_key"]
-        self.history_key: str = given["history_key"]
-        self.text_key: str = given["text_key"]
-        self.tokens_key: str = given["tokens_key"]
-        self.masks_key: str = given["masks_key"]
-        self.log_probs_key: str = given["log_probs_key"]
-        self.routed_experts_key: str = given["routed_experts_key"]
-        self.chat_template: str | None = given["chat_template"]
-        self.chat_template_name: str | None = given["chat_template_name"]
-        self.tokenizer_kwargs: dict[str, object] = dict(given["tokenizer_kwargs"] or {})
-        self.chat_template_kwargs = template_options(given["chat_template_kwargs"])
+        self._options = options
+        assert options.input_mode is not None  # as it was checked
+        self.input_mode = options.input_mode
+        self.generate = bool(options.generate)
+        self.prefer_tokens = options.prefer_tokens
+        self.pad_output = options.pad_output
+        self.attention_mask_key = options.attention_mask_key
+        self.history_key = options.history_key
+        self.text_key = options.text_key
+        self.tokens_key = options.tokens_key
+        self.masks_key = options.masks_key
+        self.log_probs_key = options.log_probs_key
+        self.routed_experts_key = options.routed_experts_key
+        self.chat_template = options.chat_template
+        self.chat_template_name = options.chat_template_name
+        self.tokenizer_kwargs: dict[str, object] = dict(options.tokenizer_kwargs or {})
+        self.chat_template_kwargs = template_options(options.chat_template_kwargs)
         self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
         self.return_tokens = self.return_masks = True
-
-    def _changed(self, changes: Mapping[str, object], reset: Sequence[str]) -> dict[str, Any]:
-        """Return the arguments of a new version; ``reset`` are those that mean nothing to it."""
-        before = self._arguments
-        if unknown := sorted(set(changes) - set(before)):
-            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
-        follow = dict.fromkeys(reset)
-        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
-        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
-            follow["input_key"] = None
-        return {**before, **follow, **changes}
 
     def _set_keys(self, input_key: NestedKey) -> None:
         """Set the keys that TorchRL's wrappers have, once it is known what is written."""

@@ -376,7 +376,7 @@ class ScoringWrapper(PolicyWrapper):
         if chats or self.input_key != (self.text_key, "full"):
             td.set(self.text_key, lazy_stack([Text(full=one.text) for one in encoded]))
         if chats and self.input_key != (self.history_key, "full"):
-            td.set(self.history_key, lazy_stack([ChatHistory(full=one.history) for one in encoded]))
+            td.set(self.history_key, lazy_stack([ChatHistory(full=one) for one in td.get(self.input_key).unbind(0)]))
         own = samples_of(td, (self.tokens_key, "full"))
         alike = own is not None and all(
             row is not None and torch.equal(row.cpu(), new) for row, new in zip(own, ids, strict=True)

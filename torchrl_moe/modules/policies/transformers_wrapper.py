@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torchrl_moe._compat_transformers import load_whole, one_shape_of_experts
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.policies.prompts import check_arguments
+from torchrl_moe.modules.policies.prompts import WrapperOptions
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     answer_tensordict,
@@ -115,6 +116,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransformersOptions(WrapperOptions):
+    """The arguments of :class:`TransformersWrapper`, as they were given."""
+
+    model: nn.Module | str | os.PathLike[str]
+    measure_agreement: bool
+    on_bad_routes: OnBadRoutes
+    rerecord: bool
+    router_replay: RouterReplay | None
+
+
 class TransformersWrapper(ScoringWrapper):
     """Scores tokens with a transformers model, or generates with it.
 
@@ -175,6 +187,8 @@ class TransformersWrapper(ScoringWrapper):
         policy = actor.get_new_version(generate=True, input_mode="history", generate_kwargs={"temperature": 1.0})
     """
 
+    _options: TransformersOptions
+
     def __init__(
         self,
         model: nn.Module | str | os.PathLike[str],
@@ -215,7 +229,7 @@ class TransformersWrapper(ScoringWrapper):
         routed_experts_key: str = "routed_experts",
         return_routed_experts: bool | None = None,
     ) -> None:
-        given: dict[str, Any] = dict(
+        options = TransformersOptions(
             model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
             attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
             tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
@@ -235,24 +249,24 @@ class TransformersWrapper(ScoringWrapper):
         # chats and text are used for generation, tokens for scoring
         if generate is None and input_mode == "tokens":
             for name in ("num_samples", "generate_kwargs"):
-                if given[name]:
+                if getattr(options, name):
                     raise ValueError(
                         f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
                     )
         generate = input_mode != "tokens" if generate is None else bool(generate)
-        given |= {"input_mode": input_mode, "generate": generate}
+        options = replace(options, input_mode=input_mode, generate=generate)
         # bad arguments are refused before a model is loaded
-        check_arguments(given, "pass one batch")
+        options.check("pass one batch")
         for name, values in ALLOWED.items():
-            if given[name] not in values:
-                raise ValueError(f"{name} must be one of {values}, got {given[name]!r}")
+            if (value := getattr(options, name)) not in values:
+                raise ValueError(f"{name} must be one of {values}, got {value!r}")
         width = row_width(pad_model_input)
         if width is not None and not (isinstance(width, int) and width >= 1):
             raise ValueError(f"pad_model_input must be True, False, None or a number of tokens, got {width}")
         for name in OF_SCORING if generate else ():
-            if given[name] not in (None, "none"):
+            if (value := getattr(options, name)) not in (None, "none"):
                 raise ValueError(
-                    f"{name}={given[name]!r} is for scoring, generate=False. Sampling is set by generate_kwargs, "
+                    f"{name}={value!r} is for scoring, generate=False. Sampling is set by generate_kwargs, "
                     "prompts are padded on the left, and the model's own routes are recorded"
                 )
         # one answer to a prompt has the prompt's own batch size
@@ -294,8 +308,8 @@ class TransformersWrapper(ScoringWrapper):
         self.on_bad_routes, self.rerecord = on_bad_routes, rerecord
         self.return_log_probs = not generate or return_log_probs is not False
         self.layout = torch.strided if layout is None and not pad_output else layout
-        self._set_arguments(
-            {**given, "model": self.model, "tokenizer": self.tokenizer, "router_replay": self.router_replay}
+        self._set_options(
+            replace(options, model=self.model, tokenizer=self.tokenizer, router_replay=self.router_replay)
         )
         # the keys
         first = self.tokens_key if input_mode == "tokens" else input_mode
@@ -323,11 +337,11 @@ class TransformersWrapper(ScoringWrapper):
         # arguments that mean nothing to the new version are not passed on
         same = kwargs.get("model", self.model) is self.model
         reset = [*(OF_SCORING if kwargs.get("generate", self.generate) else ()), *([] if same else ["router_replay"])]
-        new = type(self)(**self._changed(kwargs, reset))
+        new = type(self)(**self._options.changed(kwargs, reset))
         if same:
             new.scoring_model = self.scoring_model
             # a model has one RouterReplay, whichever version made it
-            self._arguments["router_replay"] = new.router_replay
+            self._options = replace(self._options, router_replay=new.router_replay)
         return new
 
     def reference(

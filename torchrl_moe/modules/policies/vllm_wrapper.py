@@ -34,7 +34,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
 from torchrl_moe.errors import EngineError, ReplayError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.prompts import PolicyWrapper, Prompts, check_arguments, no_distribution
+from torchrl_moe.modules.policies.prompts import PolicyWrapper, Prompts, WrapperOptions, no_distribution
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     RolloutKeys,
@@ -196,6 +196,17 @@ OF_SCORING = ("replay", "temperature")
 OF_GENERATING = ("num_samples", "return_routed_experts")
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(WrapperOptions):
+    """The arguments of :class:`~torchrl_moe.modules.vLLMWrapper`, as they were given."""
+
+    model: GenerationService | str | os.PathLike[str]
+    timeout_seconds: float | None
+    use_tqdm: bool
+    actor_index: int | None
+    lora_request: LoRARequest | Mapping[str, object] | None
+
+
 class _CompletionClass:
     """The TensorClass that TorchRL makes of vLLM's ``CompletionOutput``, as an attribute of a class."""
 
@@ -320,7 +331,7 @@ class vLLMWrapper(PolicyWrapper):
         replay: Literal["R3", "none"] | None = None,
         temperature: float | None = None,
     ) -> None:
-        given: dict[str, Any] = dict(
+        options = EngineOptions(
             model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
             attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
             tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
@@ -341,11 +352,11 @@ class vLLMWrapper(PolicyWrapper):
             raise ValueError(f"layout must be None or torch.strided, got {layout}")
         if replay not in (None, "R3", "none"):
             raise ValueError(f"replay must be 'R3' or 'none', got {replay!r}: an engine records no R2")
-        check_arguments(given, "the engine batches the requests of all threads")
+        options.check("the engine batches the requests of all threads")
         for name in OF_SCORING if generate else OF_GENERATING:
-            if given[name] is not None:
+            if (value := getattr(options, name)) is not None:
                 kind, now = ("scoring", "generate=False") if generate else ("generation", "generate=True")
-                raise ValueError(f"{name}={given[name]!r} is for {kind}: leave it out, or pass {now}")
+                raise ValueError(f"{name}={value!r} is for {kind}: leave it out, or pass {now}")
         # nothing is started before this line; a new version shares the engine
         if isinstance(model, str | os.PathLike):
             model = AsyncVLLM.from_pretrained(model)
@@ -357,7 +368,7 @@ class vLLMWrapper(PolicyWrapper):
             )
         self.model = self.engine = model
         self.tokenizer = tokenizer_of(tokenizer, model)
-        self._set_arguments({**given, "model": model})
+        self._set_options(replace(options, model=model))
         self.layout, self.timeout_seconds, self.use_tqdm = layout, timeout_seconds, use_tqdm
         self.return_log_probs = return_log_probs is not False
         self._device = None if device is None else torch.device(device)
@@ -420,7 +431,7 @@ class vLLMWrapper(PolicyWrapper):
         """
         kind = kwargs.get("generate", self.generate) != self.generate
         of_one_kind = (*OF_GENERATING, *OF_SCORING, "return_log_probs")
-        return type(self)(**self._changed(kwargs, of_one_kind if kind else ()))
+        return type(self)(**self._options.changed(kwargs, of_one_kind if kind else ()))
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
