@@ -21,13 +21,13 @@ Ranked = tuple[int, dict[str, Any]]
 """How soon something is measured, and what."""
 Settings = Callable[[bool], Iterable[Ranked]]
 Measured = Callable[..., Iterable[Mapping[str, object]]]
-PARTS = ("lengths", "gradients", "runs", "real", "figures")
+PARTS = ("lengths", "gradients", "variances", "runs", "real", "figures")
 MAIN: Mapping[str, Any] = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16"}
 
 
 def of_lengths(quick: bool) -> Iterator[Ranked]:
     """What is measured over lengths."""
-    for seed in range(1 if quick else 5):
+    for seed in range(1 if quick else 20):
         yield 0, {**MAIN, "seed": seed, "longest": 256, "ages": "stale"}
     others: list[dict[str, Any]] = [
         {"layers": 16}, {"family": "mixtral", "experts": 8, "top_k": 2}, {"noise": "int8 and bfloat16"},
@@ -41,9 +41,9 @@ def of_lengths(quick: bool) -> Iterator[Ranked]:
             yield 1, {**MAIN, **other, "seed": seed, "longest": 256, "ages": "fresh"}
         for noise in ("bfloat16", "int8 and bfloat16", "float8 and bfloat16"):
             yield 1, {**MAIN, "noise": noise, "seed": seed, "longest": 256, "ages": "with weights"}
-    for seed in () if quick else range(20):
-        yield 2, {**MAIN, "seed": seed, "longest": 1024 if seed < 5 else 512, "ages": "stale"}
-        yield 2, {**MAIN, "seed": seed, "longest": 256, "ages": "older"}
+        for ages in ("older", "passes", "LoRA"):
+            yield 1, {**MAIN, "seed": seed, "longest": 256, "ages": ages}
+        yield 2, {**MAIN, "seed": seed, "longest": 1024, "ages": "stale"}
 
 
 def of_runs(quick: bool) -> Iterator[Ranked]:
@@ -68,6 +68,7 @@ def of_real(quick: bool) -> Iterator[Ranked]:
 MEASURED: Mapping[str, tuple[Settings, Measured]] = {
     "lengths": (of_lengths, lengths.measured),
     "gradients": (gradients.settings, gradients.measured),
+    "variances": (gradients.of_variances, gradients.variances),
     "runs": (of_runs, runs.measured),
     "real": (of_real, real.measured),
 }

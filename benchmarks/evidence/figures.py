@@ -26,6 +26,7 @@ PANELS = [
     ("countdown", "none", 16, "rollouts 16 updates old"),
 ]
 """Of runs: task, noise, updates that the copy is behind, title."""
+OTHER_UPDATES = {"passes": "same answers", "LoRA": "LoRA"}
 SIZE, DPI = (7.2, 3.4), 90
 
 
@@ -35,6 +36,9 @@ def draw(data: Path, folder: Path) -> None:
     of_lengths = Table(data / "lengths.csv", KEYS["lengths"])
     # an arm of its own; its other rows are those of the same seeds, once more
     of_lengths.rows = [row for row in of_lengths.rows if row["ages"] != "with weights"]
+    for row in of_lengths.rows:
+        if row["ages"] in OTHER_UPDATES:  # not of the same setting as updates with other answers
+            row["noise"] = f"{row['noise']}, {OTHER_UPDATES[row['ages']]}"
     of_gradients = Table(data / "gradients.csv", KEYS["gradients"])
     of_run_rows = Table(data / "runs.csv", KEYS["runs"])
     of_real = Table(data / "real.csv", KEYS["real"])
@@ -100,6 +104,7 @@ def by_setting(table: Table, file: Path) -> None:
     ages: dict[str, tuple[float, ...]] = {}
     for row in rows:
         own = [row[name] for name, value in main.items() if row[name] != value and name not in ("experts", "top_k")]
+        own = [name.removeprefix("bfloat16, ") if row["ages"] in OTHER_UPDATES else name for name in own]
         if (row["experts"], row["top_k"]) != ("32", "4"):
             own.append(f"{row['experts']} experts, top {row['top_k']}")
         if row["layers"] != "8":

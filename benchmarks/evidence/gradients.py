@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ class Answers:
             (weights[part] * value).sum().backward()
         return torch.cat([p.grad.double().flatten() for p in actor.model.parameters() if p.grad is not None])
 
+    def squares(self, actor: TransformersWrapper, batch: TensorDictBase) -> Tensor:
+        """``|grad log p(y)|^2`` of all answers, float64."""
+        actor.model.requires_grad_(True)
+        found = []
+        for one in batch.split(1):
+            actor.model.zero_grad()
+            actor.score(one.copy(), entropy=False)[0][:, len(PROMPT) :].double().sum().backward()
+            found.append(sum(p.grad.double().square().sum() for p in actor.model.parameters() if p.grad is not None))
+        return torch.stack(found)
+
     @torch.no_grad()
     def record(self, model: Any, key: str) -> None:
         """Write the experts that a model chooses; equal prefixes get equal ones, as in an engine."""
@@ -105,21 +116,97 @@ class Answers:
             row.set((key, "full"), one.clone())
 
 
-def measured(
-    family: str, layers: int, experts: int, top_k: int, noise: str, masks: str, seed: int, ages: str
-) -> Iterator[dict[str, object]]:
+@dataclass(frozen=True)
+class Age:
+    """What is known of a batch so many updates after it was sampled; ``log_mu``: of all answers, to the engine."""
+
+    lr: float
+    updates: int
+    log_mu: Tensor
+    advantage: Tensor
+    told: TensorDictBase
+    arms: Mapping[str, TransformersWrapper]
+    targets: Mapping[str, Tensor]
+    shares: Mapping[str, float]
+
+
+def measured(**setting: Any) -> Iterator[dict[str, object]]:
     """Yield a row for each age, arm, weight and target."""
+    answers = Answers(setting["seed"])
+    for age in _ages(answers, **setting):
+        mu = age.log_mu.exp()
+        for arm, actor in age.arms.items():
+            log_pi = answers.values(actor, age.told)
+            ratio = (log_pi - age.log_mu).exp()
+            ess = float((mu * ratio).sum() ** 2 / (mu * ratio.square()).sum())
+            for name, weight in _weights(ratio, age.advantage).items():
+                if bool((weight == ratio).all()) and name != "ratio":
+                    continue  # nothing is cut
+                found = answers.gradient(actor, age.told, mu * weight * age.advantage)
+                for target, true in age.targets.items():
+                    yield {
+                        "lr": age.lr,
+                        "updates": age.updates,
+                        "arm": arm,
+                        "weight": name,
+                        "target": target,
+                        "error": f"{_off(found, true):.5g}",
+                        "cosine": f"{float(torch.cosine_similarity(found, true, 0)):.6g}",
+                        "ess": f"{ess:.6g}",
+                        "kl": f"{float((mu * (age.log_mu - log_pi)).sum()):.4g}",
+                        **{key: f"{value:.5g}" for key, value in age.shares.items()},
+                    }
+
+
+def variances(**setting: Any) -> Iterator[dict[str, object]]:
+    """Yield bias and standard deviation of one answer's term apart, for each age, arm and weight; both exact.
+
+    ``std`` is ``sqrt(E |w A grad log pi|^2 - |E|^2) / |g*|``; of ``answers`` sampled ones the mean's deviation is the
+    bias. ``mixture`` is ``(1 - m) none + m seq_tis``, what AIS (2605.13907) draws its gradients from, with the m that
+    has the least bias: no rule for m can do better.
+    """
+    answers = Answers(setting["seed"])
+    for age in _ages(answers, **setting):
+        mu = age.log_mu.exp()
+        for arm, actor in age.arms.items():
+            squares = answers.squares(actor, age.told)
+            ratio = (answers.values(actor, age.told) - age.log_mu).exp()
+            weights = _weights(ratio, age.advantage)
+            found = {name: answers.gradient(actor, age.told, mu * w * age.advantage) for name, w in weights.items()}
+            for target, true in age.targets.items():
+                step = found["seq_tis"] - found["none"]
+                share = min(1.0, max(0.0, float((true - found["none"]) @ step / (step @ step))))
+                mixed = {"mixture": (1 - share) * weights["none"] + share * weights["seq_tis"]}
+                sums = {**found, "mixture": found["none"] + share * step}
+                for name, weight in {**weights, **mixed}.items():
+                    variance = (mu * (weight * age.advantage).square() * squares).sum() - sums[name].square().sum()
+                    std, bias = float(variance.sqrt() / true.norm()), _off(sums[name], true)
+                    yield {
+                        "lr": age.lr,
+                        "updates": age.updates,
+                        "arm": arm,
+                        "weight": name,
+                        "target": target,
+                        "bias": f"{bias:.5g}",
+                        "std": f"{std:.5g}",
+                        "answers": f"{(std / bias) ** 2:.4g}",
+                        "share": f"{share:.4g}" if name == "mixture" else "",
+                    }
+
+
+def _ages(
+    answers: Answers, family: str, layers: int, experts: int, top_k: int, noise: str, masks: str, seed: int, ages: str
+) -> Iterator[Age]:
+    """Update the trainer, and yield what there is to estimate then."""
     trainer = made(family, layers, experts, top_k, seed)
     start = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
-    rollouts, answers = NoisyModel(trainer, ALL_NOISES[noise]), Answers(seed)
+    rollouts = NoisyModel(trainer, ALL_NOISES[noise])
     with rollouts.running() as model:
         answers.record(model, "routed_experts")
     answers.record(trainer, "own_experts")
     by = {name: _actor(trainer, key) for name, key in ARMS.items()}
     log_mu = answers.values(_actor(rollouts.model, "routed_experts"), answers.batch)
-    told = answers.batch if masks == "yes" else without_kept_tokens(answers.batch)
     mu = log_mu.exp()
-    advantage = answers.reward - (mu * answers.reward).sum()
     for lr, updates in AGES[ages]:
         trainer.load_state_dict(start)
         _ascend(answers, trainer, lr, updates)
@@ -128,38 +215,28 @@ def measured(
         with deployed.running() as model:
             now.record(model, "routed_experts")
         now.record(trainer, "own_experts")
-        targets = {
-            "engine": _true_gradient(now, _actor(deployed.model, "routed_experts")),
-            "trainer": _true_gradient(answers, by["live"]),
-        }
-        shares = {
-            "rows_mismatch": _share(answers, "routed_experts", answers, "own_experts"),
-            "rows_moved": _share(answers, "own_experts", now, "own_experts"),
-            "engine_rows_moved": _share(answers, "routed_experts", now, "routed_experts"),
-        }
-        for arm, actor in by.items():
-            if arm == "R2" and not updates:
-                continue  # the live router's choice of a moment ago
-            log_pi = answers.values(actor, told)
-            ratio = (log_pi - log_mu).exp()
-            ess = float((mu * ratio).sum() ** 2 / (mu * ratio.square()).sum())
-            for name, weight in _weights(ratio, advantage).items():
-                if bool((weight == ratio).all()) and name != "ratio":
-                    continue  # nothing is cut
-                found = answers.gradient(actor, told, mu * weight * advantage)
-                for target, true in targets.items():
-                    yield {
-                        "lr": lr,
-                        "updates": updates,
-                        "arm": arm,
-                        "weight": name,
-                        "target": target,
-                        "error": f"{float((found - true).norm() / true.norm()):.5g}",
-                        "cosine": f"{float(torch.cosine_similarity(found, true, 0)):.6g}",
-                        "ess": f"{ess:.6g}",
-                        "kl": f"{float((mu * (log_mu - log_pi)).sum()):.4g}",
-                        **{key: f"{value:.5g}" for key, value in shares.items()},
-                    }
+        yield Age(
+            lr,
+            updates,
+            log_mu,
+            advantage=answers.reward - (mu * answers.reward).sum(),
+            told=answers.batch if masks == "yes" else without_kept_tokens(answers.batch),
+            # fresh, R2 is the live router's choice of a moment ago
+            arms={arm: actor for arm, actor in by.items() if arm != "R2" or updates},
+            targets={
+                "engine": _true_gradient(now, _actor(deployed.model, "routed_experts")),
+                "trainer": _true_gradient(answers, by["live"]),
+            },
+            shares={
+                "rows_mismatch": _share(answers, "routed_experts", answers, "own_experts"),
+                "rows_moved": _share(answers, "own_experts", now, "own_experts"),
+                "engine_rows_moved": _share(answers, "routed_experts", now, "routed_experts"),
+            },
+        )
+
+
+def _off(found: Tensor, true: Tensor) -> float:
+    return float((found - true).norm() / true.norm())
 
 
 def _weights(ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
@@ -212,7 +289,7 @@ def settings(quick: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """What is measured, with a rank: the most important first."""
     main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": "bfloat16", "masks": "yes"}
     seeds = range(1 if quick else 5)
-    for seed in seeds:
+    for seed in seeds if quick else range(20):
         yield 0, {**main, "seed": seed, "ages": "stale"}
     others: list[dict[str, Any]] = [
         {"masks": "no"}, {"noise": "bfloat16, float32 routers"}, {"noise": "int8 and bfloat16"},
@@ -228,3 +305,11 @@ def settings(quick: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         for seed in seeds:
             for other in part:
                 yield rank, {**main, **other, "seed": seed, "ages": "fresh"}
+
+
+def of_variances(quick: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What bias and variance are measured of."""
+    for seed in range(1 if quick else 5):
+        for noise in ("bfloat16", "int8 and bfloat16", "float8 and bfloat16"):
+            main = {"family": "qwen3_moe", "layers": 8, "experts": 32, "top_k": 4, "noise": noise, "masks": "yes"}
+            yield 1, {**main, "seed": seed, "ages": "stale" if noise == "bfloat16" and not quick else "fresh"}

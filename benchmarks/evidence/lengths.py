@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm.policies import Tokens
@@ -37,8 +38,11 @@ AGES: Mapping[str, Sequence[tuple[float, int]]] = {
     "stale": [(0.0, 0), (1e-6, 8), (1e-5, 8)],
     "older": [(1e-6, 1), (1e-5, 1), (1e-4, 8)],
     "with weights": [(0.0, 0), (1e-5, 8)],
+    "passes": [(1e-6, 8), (1e-5, 8)],
+    "LoRA": [(1e-4, 8), (1e-3, 8)],
 }
-"""Learning rate and updates between sampling and scoring."""
+"""Learning rate and updates between sampling and scoring; "passes": over the very answers that are scored; "LoRA": of
+adapters of the attention, which are merged then."""
 UPDATED_WITH = 8
 """Answers of an update, none of which is scored; Adam moves a weight by about its learning rate, whatever they are."""
 NOISES: Mapping[str, Noise] = {
@@ -77,7 +81,10 @@ def measured(
     scored(recording, batch, "own_experts")
     for lr, updates in AGES[ages]:
         trainer.load_state_dict(start)
-        update(trainer, recording.get_new_version(replay="none"), others, lr, updates)
+        with _adapters(trainer) if ages == "LoRA" else nullcontext():
+            update(
+                trainer, recording.get_new_version(replay="none"), batch if ages == "passes" else others, lr, updates
+            )
         live = scored(recording, batch, "now_experts")
         gaps = {"live": live - mu, "R3": scored(r3, batch) - mu}
         if ages == "with weights":
@@ -146,14 +153,25 @@ def _combine_weights(model: Any, given: Iterator[Tensor] | None = None) -> Itera
 
 def update(trainer: Any, actor: TransformersWrapper, batch: TensorDictBase, lr: float, updates: int) -> None:
     """Make Adam steps of a policy gradient with random advantages: the size of a real update, in no direction."""
-    optimizer = torch.optim.Adam(trainer.parameters(), lr=lr)
+    optimizer = torch.optim.Adam([one for one in trainer.parameters() if one.requires_grad], lr=lr)
     generator = torch.Generator().manual_seed(0)
     for _ in range(updates):
         optimizer.zero_grad()
-        part = batch.copy()
-        log_probs = actor.score(part, entropy=False)[0][:, PROMPT:].sum(-1)
-        (torch.randn(len(part), generator=generator) * log_probs).mean().backward()
+        advantage = torch.randn(len(batch), generator=generator)
+        for part, weight in zip(batch.split(AT_A_TIME), advantage.split(AT_A_TIME), strict=True):
+            log_probs = actor.score(part.copy(), entropy=False)[0][:, PROMPT:].sum(-1)
+            ((weight * log_probs).sum() / len(batch)).backward()
         optimizer.step()
+
+
+@contextmanager
+def _adapters(trainer: Any) -> Iterator[None]:
+    """Train low-rank adapters alone, and merge them at the end."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(trainer, LoraConfig(r=8, lora_alpha=16, target_modules=r".*self_attn\..*_proj"))
+    yield
+    adapted.merge_and_unload()
+    trainer.requires_grad_(True)
 
 
 def differing(batch: TensorDictBase, first: str, second: str) -> float:

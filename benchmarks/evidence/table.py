@@ -14,6 +14,7 @@ VERSIONS = {name: version(name) for name in ("torch", "transformers")}
 KEYS: Mapping[str, tuple[str, ...]] = {
     "lengths": ("family", "layers", "experts", "top_k", "noise", "seed", "longest", "ages"),
     "gradients": ("family", "layers", "experts", "top_k", "noise", "masks", "seed", "ages"),
+    "variances": ("family", "layers", "experts", "top_k", "noise", "masks", "seed", "ages"),
     "runs": ("task", "noise", "stale", "arm", "lr", "seed", "steps"),
     "real": ("task", "seed", "steps", "supervised"),
 }
