@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from torchrl_moe import _compat, _compat_transformers
 from torchrl_moe._compat_memory import peak_bytes, without_memory
@@ -76,9 +76,13 @@ def test_the_tokenizer_comes_out_of_vllms_proxies(proxies: list[Any]) -> None:
     original, tokenizer = ByteTokenizer(), ByteTokenizer()
     for proxy in proxies:
         tokenizer = proxy(tokenizer)
+    kind = type(tokenizer)
     plain = _compat.plain_tokenizer(tokenizer)
     assert type(plain) is type(original)
     assert plain.encode("é <|im_end|>") == original.encode("é <|im_end|>") == [195, 169, 32, 258]
+    if proxies:  # and the proxy stays as it was
+        plain.padding_side = "right"
+        assert (type(tokenizer), tokenizer.padding_side) == (kind, "left")
 
 
 @pytest.mark.needs_vllm
@@ -104,14 +108,9 @@ def test_cpu_experts_keep_their_kernel_when_lora_is_on(monkeypatch: pytest.Monke
 
 
 @pytest.mark.needs_vllm
-def test_the_proxy_stays_as_it_was_and_a_tokenizer_of_vllms_own_is_returned_as_it_is() -> None:
+def test_a_tokenizer_of_vllms_own_is_returned_as_it_is() -> None:
     from vllm.tokenizers.mistral import MistralTokenizer
 
-    proxy = cached(ByteTokenizer())
-    kind = type(proxy)
-    _compat.plain_tokenizer(proxy).padding_side = "right"
-    assert type(proxy) is kind
-    assert proxy.padding_side == "left"
     own = MistralTokenizer.__new__(MistralTokenizer)
     assert _compat.plain_tokenizer(own) is own
 
@@ -165,12 +164,6 @@ def test_torchrls_names_and_checks() -> None:
         _compat_transformers.standard_names({"top_k": 0})
 
 
-def test_transformers_loop_takes_what_generate_gives_it() -> None:
-    names = ["input_ids", "logits_processor", "stopping_criteria", "generation_config"]
-    assert list(inspect.signature(GenerationMixin._sample).parameters)[1:5] == names
-    assert "custom_generate" in inspect.signature(GenerationMixin.generate).parameters
-
-
 def test_the_cache_and_checkpoints_have_the_names_that_do_not_warn() -> None:
     model, cache, given = make_tiny_moe("qwen3_moe"), DynamicCache(), []
     name = _compat_transformers.cache_argument(inspect.signature(model.forward).parameters)
@@ -207,7 +200,7 @@ def test_a_model_that_is_not_of_transformers_is_lowered_as_a_whole() -> None:
     assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {torch.bfloat16}
 
 
-def test_what_is_freed_counts_until_then() -> None:
+def test_peaks_count_what_lives_together_without_views_and_what_was_there_before() -> None:
     def run() -> None:
         first = torch.ones(100)  # 400 B
         second = first + 1  # 800 B
@@ -216,23 +209,11 @@ def test_what_is_freed_counts_until_then() -> None:
         del second, third
 
     assert peak_bytes(run) == 800
-
-
-def test_views_and_changes_in_place_take_nothing_and_what_was_there_before_is_no_part() -> None:
     assert peak_bytes(lambda: torch.ones(10, 10).T.reshape(-1)[::2].add_(1)) == 400 + 400  # the reshape copies
     weight = torch.ones(100, requires_grad=True)
     # its square, the sum, and the gradients of the three; the last is kept by the weight
     assert peak_bytes(lambda: (weight * 1).sum().backward()) <= 400 + 4 + 4 + 400 + 400
     assert weight.grad is not None
-
-
-def test_a_linear_layer_by_hand() -> None:
-    layer = nn.Linear(30, 20, bias=False)
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    given = torch.ones(7, 30)
-    out, scalar, grad_weight = 7 * 20 * 4, 4, 20 * 30 * 4
-    peak = peak_bytes(lambda: layer(given).sum().backward())
-    assert grad_weight <= peak <= grad_weight + out + 3 * scalar  # the output may be gone by then
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

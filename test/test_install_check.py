@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 
 from requirements import install_check
@@ -59,16 +58,6 @@ def test_what_is_asked_twice_is_joined_and_the_oldest_is_the_first_that_all_allo
     assert found == ["torch==2.13.0+cpu", "transformers==5.16.1", "numpy", "fastapi[standard]==0.133.1"]
 
 
-def test_plans_are_made_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = install_check.Plan(name="newest", requirements=("a", "b"), wheel=Path("w"), archive=Path("v"))
-    calls: list[object] = []
-    monkeypatch.setattr(install_check, "plans", lambda *arguments: calls.append(arguments) or [plan])
-    pip = Pip("python", "")
-    for _ in range(2):
-        assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
-    assert len(calls) == 1
-
-
 def test_python_files_are_of_one_vllm_and_compiled_ones_of_another(tmp_path: Path) -> None:
     packages = tmp_path / "site-packages"
     (packages / "vllm" / "deep").mkdir(parents=True)
@@ -91,16 +80,6 @@ def test_the_page_has_a_row_per_environment_and_the_figures() -> None:
         "oldest": {"versions": versions, "figures": {"the whole vocabulary": 1.43e-6}},
         "newest": {"versions": {**versions, "vllm": "2"}, "figures": {"the whole vocabulary": 0.0, "score()": 2e-6}},
     }
-    assert table(found, "2026-11-26").splitlines() == [
-        "Run on 2026-11-26 by `make install-check` (2 cores, x86_64, no GPU).",
-        "",
-        "| environment | Python | torch | tensordict | torchrl | transformers | vLLM |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| oldest | 1 | 1 | 1 | 1 | 1 | 1 |",
-        "| newest | 1 | 1 | 1 | 1 | 1 | 2 |",
-        "",
-        "| largest difference of a log-prob, float32 | oldest | newest |",
-        "| --- | --- | --- |",
-        "| the whole vocabulary | 1.4e-06 | 0.0e+00 |",
-        "| score() |  | 2.0e-06 |",
-    ]
+    lines = table(found, "2026-11-26").splitlines()
+    assert lines[4:6] == ["| oldest | 1 | 1 | 1 | 1 | 1 | 1 |", "| newest | 1 | 1 | 1 | 1 | 1 | 2 |"]
+    assert lines[-2:] == ["| the whole vocabulary | 1.4e-06 | 0.0e+00 |", "| score() |  | 2.0e-06 |"]

@@ -342,7 +342,7 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
         others = [service.agenerate([65 + i], params) for i in range(10)]
         return await asyncio.gather(service.agenerate(IDS, params, on_part=take), *others)
 
-    with FakeAsyncVLLM(2, token_seconds=0.01) as mortal:
+    with FakeAsyncVLLM(2, token_seconds=0.003) as mortal:
         service = mortal if streaming == "fake" else request.getfixturevalue(streaming)
         for _ in range(8):
             parts: list[Any] = []

@@ -144,9 +144,9 @@ def _modules_of(name: str | tuple[str, ...]) -> Iterator[str]:
         yield transformers._class_to_module[part].split(".")[-2]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *REFUSED])
-def test_a_family_is_there_from_the_release_on_that_brought_it(family: str) -> None:
-    assert (model_type(family) not in CONFIG_MAPPING) == is_absent(family), "correct SINCE in families.py"
+def test_each_family_is_there_from_the_release_on_that_brought_it() -> None:
+    wrong = [name for name in (*FAMILIES, *REFUSED) if (model_type(name) not in CONFIG_MAPPING) != is_absent(name)]
+    assert wrong == [], "correct SINCE in families.py"
 
 
 @pytest.mark.parametrize(("top_k", "groups"), [(1, 2), (2, 3), (1, 3)])
@@ -306,33 +306,6 @@ def test_a_correction_bias_chooses_and_has_no_other_effect(family: str) -> None:
         assert torch.equal(logits, same_logits)
         assert_same(grads, same_grads)
         assert not torch.equal(as_sets(own), as_sets(recorded(model, replay, IDS)))
-
-
-@few_families
-def test_router_gradients_equal_finite_differences(family: str) -> None:
-    model, replay = pair_in_float64(family)
-    routes = random_routes(replay)
-    routers = [router_weight(model.get_submodule(site.name)) for site in replay.sites]
-
-    def loss() -> Tensor:
-        with replay.replay(routes):
-            return loss_of(model(IDS).logits)
-
-    @torch.no_grad()
-    def moved(step: float) -> float:
-        for weight, move in zip(routers, direction, strict=True):
-            weight.add_(move, alpha=step)
-        return loss().item()
-
-    loss().backward()
-    generator = torch.Generator().manual_seed(5)
-    noise = [torch.randn(weight.shape, generator=generator).to(weight.dtype) for weight in routers]
-    # along the gradient, so that the slope is not lost in float32 parts, and astray, so that its direction counts
-    direction = [w.grad / w.grad.norm() + n / n.norm() for w, n in zip(routers, noise, strict=True)]
-    slope = sum((weight.grad * move).sum().item() for weight, move in zip(routers, direction, strict=True))
-    step = 1e-3
-    difference = (moved(step) - moved(-2 * step)) / (2 * step)
-    assert difference == pytest.approx(slope, rel=2e-3)
 
 
 # with what else a model does

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from support.naive import Answer, check_against, clip, fixed_length, prompt_mean, token_mean
-from support.rollouts import BigramActor, GivenActor, by_hand, ragged, sample, samples, total
+from support.rollouts import BigramActor, GivenActor, by_hand, ragged, sample, total
 from torchrl_moe.objectives import DAPO, CISPOLoss, DPPOLoss, GRPOLoss, GSPOLoss, SAPOLoss, Thresholds
 
 
@@ -28,23 +28,14 @@ PAIR: dict[str, Any] = {"clip_epsilon": (0.2, 0.28)}
     ("loss", "arguments", "expected", "clipped"),
     [
         (DAPO, {}, (-2.56 - 2 + 0.8) / 3, 2 / 3),
-        (DAPO, {"clip_epsilon": (0.2, 0.4), "aggregation": "prompt_mean"}, ((-2.8 - 2) / 2 + 0.8) / 2, 2 / 3),
         (CISPOLoss, PAIR, -(2.56 * math.log(0.6) + 2 * math.log(0.4) - 0.8 * math.log(0.2)) / 3, 2 / 3),
         (CISPOLoss, {}, -(3 * math.log(0.6) + 2 * math.log(0.4) - 0.5 * math.log(0.2)) / 3, 0),  # bounded above only
         (SAPOLoss, {}, (-2 * (gate(1.5, 1) + gate(1, 1)) / 2 + gate(0.5, 1.05)) / 2, 2 / 3),  # none of them is clipped
-        (
-            SAPOLoss,
-            {"temperatures": (2.0, 3.0), "aggregation": "token_mean"},
-            (-2 * (gate(1.5, 2) + gate(1, 2)) + gate(0.5, 3)) / 3,
-            2 / 3,
-        ),
         (DPPOLoss, {}, -2 / 3, 2 / 3),  # 0.4 became 0.6 and 0.2, both by 0.2 > 0.15
-        (DPPOLoss, {"clip_epsilon": 0.25}, (-3 - 2 + 0.5) / 3, 0),
         (DPPOLoss, {"clip_epsilon": (0.15, 0.25)}, (-3 - 2) / 3, 1 / 3),
         (DPPOLoss, {"clip_epsilon": (0.25, 0.15)}, (-2 + 0.5) / 3, 1 / 3),
         (DPPOLoss, {"clip_epsilon": 0.25, "max_ratio": 1.2}, (-2.4 - 2 + 0.5) / 3, 0),
         (DPPOLoss, {"divergence": "kl"}, -2 / 3, 2 / 3),  # 0.081 and 0.105 > 0.05
-        (DPPOLoss, {"divergence": "kl", "clip_epsilon": 0.1}, (-3 - 2) / 3, 1 / 3),
         *(
             (GSPOLoss, {"level": level, **arguments}, expected, clipped)
             for level in ("sequence", "token")
@@ -181,12 +172,6 @@ def test_values_and_gradients_of_plain_loops(kind: Any, arguments: dict[str, Any
     check_against(build, loops, mean, per_token_advantages=not shared)
 
 
-def test_a_clipped_weight_is_a_constant_in_cispo() -> None:
-    td, actor = by_hand()
-    total(CISPOLoss(actor, **PAIR)(td)).backward()
-    assert actor.log_probs.grad.flatten().tolist() == pytest.approx([0, -2.56 / 3, -2 / 3, 0, 0, 0.8 / 3])
-
-
 @pytest.mark.parametrize("loss", [DPPOLoss, lambda actor, **given: GSPOLoss(actor, level="token", **given)])
 def test_a_ratio_beyond_its_bound_keeps_its_gradient(loss: Any) -> None:
     """One token went from e^-22 to e^-1; DPPO counts it 20 times, GSPO's sequence has the ratio e^(20 / 3)."""
@@ -196,13 +181,6 @@ def test_a_ratio_beyond_its_bound_keeps_its_gradient(loss: Any) -> None:
     loss(actor, entropy_bonus=False)(td).loss_objective.backward()
     weights = [20.0, 1.0, 1.0] if loss is DPPOLoss else [math.exp(20 / 3)] * 3
     torch.testing.assert_close(actor.log_probs.grad, torch.tensor([[0.0, *weights]]) / 3)
-
-
-def test_both_levels_agree_where_a_sequence_shares_its_advantage() -> None:
-    td, actor = ragged(samples([(2, 3), (1, 4)])), BigramActor()
-    losses = [total(GSPOLoss(actor, level=level, clip_epsilon=0.9)(td)) for level in ("sequence", "token")]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, actor.logits)[0] for loss in losses))
 
 
 def test_a_token_left_out_has_no_gradient() -> None:

@@ -270,25 +270,17 @@ def test_a_late_replica_that_fails_is_not_put_into_service(fleet: Fleet, fault: 
     assert engine.states == ["SERVING", state]
 
 
-def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(fleet: Fleet) -> None:
-    engine, sender = fleet(2)
-    sender.update_weights(weights(6))
-    new = engine.restart(1)
-    assert engine.states == ["SERVING", "STARTING"]
-    assert sender.apply(1, replicas=[1]).failed == {}
-    assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
-    assert value_in(engine, 1) == 6.0
-
-
 def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(fleet: Fleet) -> None:
     engine, sender = fleet(2)
     sender.update_weights(weights(6))
     sender.update_weights(weights(7))
-    engine.restart(1)
+    new = engine.restart(1)
+    assert engine.states == ["SERVING", "STARTING"]
     assert engine.weight_sync is not None
     for _ in range(2):  # once is enough
         engine.weight_sync(1)
         assert (engine.states, engine.versions, value_in(engine, 1)) == (["SERVING"] * 2, [2, 2], 7.0)
+        assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
     assert [fake.asked["swap_weights"] for fake in engine.fakes] == [2, 1]  # the other was left alone
 
 
@@ -432,28 +424,25 @@ def test_an_error_that_nobody_expected_leaves_no_replica_syncing(fleet: Fleet) -
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
 def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(fleet: Fleet) -> None:
     engine, sender = fleet(2)
-    sender.update_weights(weights(1))
-    for number in (2, 3, 4):  # more than the store keeps
+
+    def turned_down(number: int) -> None:
         for fake in engine.fakes:
             fake.fail["swap_weights"] = always(SoftError("its canary failed", restored=True))
         with pytest.raises(WeightSyncError, match="its canary failed"):
             sender.update_weights(weights(number))
+        for fake in engine.fakes:
+            fake.fail.clear()
         engine.restart(1)
         sender.bring(1)
-        assert (value_in(engine, 1), engine.states, engine.versions) == (1.0, ["SERVING"] * 2, [1, 1])
-    engine.fakes[0].fail.clear()
+
+    turned_down(9)  # before any was taken: it keeps its checkpoint
+    assert (engine.states, engine.versions, values(engine)) == (["SERVING"] * 2, [0, 0], [None, None])
+    taken = sender.update_weights(weights(1)).version
+    for number in (2, 3, 4):  # more than the store keeps
+        turned_down(number)
+        assert (value_in(engine, 1), engine.states, engine.versions) == (1.0, ["SERVING"] * 2, [taken] * 2)
     report = sender.update_weights(weights(5))
-    assert (report.failed, [value_in(engine, index) for index in range(2)]) == ({}, [5.0, 5.0])
-
-
-def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(fleet: Fleet) -> None:
-    engine, sender = fleet(1)
-    engine.fakes[0].fail["swap_weights"] = always(SoftError("its canary failed", restored=True))
-    with pytest.raises(WeightSyncError):
-        sender.update_weights(weights(2))
-    engine.restart(0)
-    sender.bring(0)
-    assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [0], None)
+    assert (report.failed, values(engine)) == ({}, [5.0, 5.0])
 
 
 def test_a_version_that_one_replica_took_is_what_the_others_get(fleet: Fleet) -> None:
@@ -544,9 +533,15 @@ def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Conn
     with pytest.raises(WeightSyncError, match="takes its weights from another sender now"):
         first.update_weights(weights(1))
     second.update_weights(weights(2))
+    third = connect(engine)
+    third.shutdown()
+    with pytest.raises(WeightSyncError, match="takes its weights from another sender now, or from none"):
+        second.update_weights(weights(3))  # it does not get the engine back because the newer one left
+    second.init_all_workers_group(None, vllm_engine=engine)
     first.shutdown()
     assert engine.weight_sync == second.bring  # it still brings what is restarted
-    assert engine.versions == [1, 1]
+    assert second.update_weights(weights(3)).version == 2
+    assert (engine.versions, values(engine)) == ([2, 2], [3.0, 3.0])
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------

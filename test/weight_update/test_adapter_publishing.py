@@ -72,6 +72,15 @@ def of_another_kind() -> Any:
     return peft.get_peft_model(make_tiny_moe("qwen3_moe"), peft.LoHaConfig(r=2, target_modules=["q_proj"]))
 
 
+def sharded() -> Any:
+    class Sharded(nn.Parameter):
+        def full_tensor(self) -> None: ...
+
+    model = tuned()
+    model.base_model.model.lm_head.weight = Sharded(torch.zeros(2, 2))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
@@ -79,6 +88,7 @@ def of_another_kind() -> Any:
         (lambda: nn.Linear(1, 1), ValueError, "got Linear without one: wrap it with peft.get_peft_model"),
         (two_active, ValueError, "sends one adapter, and 2 are active: default, second"),
         (of_another_kind, ValueError, "adapter 'default' is LOHA, vLLM knows LoRA only"),
+        (sharded, ValueError, r"sharded \(FSDP2\)"),
         (lambda: tuned(rank_pattern={"q_proj": 4}), ValueError, "has rank_pattern, which vLLM's LoRA leaves out"),
         (lambda: tuned(alpha_pattern={"q_proj": 4}), ValueError, "has alpha_pattern"),
         (lambda: tuned(modules_to_save=["lm_head"]), ValueError, "has modules_to_save"),
@@ -90,16 +100,6 @@ def of_another_kind() -> Any:
 def test_what_vllm_would_not_compute_is_refused(make: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
         check_adapter(make())
-
-
-def test_a_sharded_model_is_refused() -> None:
-    class Sharded(nn.Parameter):
-        def full_tensor(self) -> None: ...
-
-    model = tuned()
-    model.base_model.model.lm_head.weight = Sharded(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=r"sharded \(FSDP2\)"):
-        check_adapter(model)
 
 
 # -- to replicas -----------------------------------------------------------------------------------------------------

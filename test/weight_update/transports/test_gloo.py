@@ -26,14 +26,13 @@ from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.transports import gloo
 from torchrl_moe.weight_update.transports.base import StageOptions, rank_of
 from torchrl_moe.weight_update.transports.gloo import (
-    BUFFER_BYTES,
     GlooGroup,
     GlooReceiver,
     GlooTransport,
     Meeting,
     MeetingPlace,
 )
-from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
+from torchrl_moe.weight_update.transports.registry import MemmapTransport, open_receiver, open_transport
 
 TIMEOUT = 20.0
 TENSORS = {
@@ -59,7 +58,9 @@ def bench(store: WeightStoreWriter) -> Iterator[Callable[..., tuple[GlooTranspor
     made: list[tuple[GlooTransport, FakeWeightReplica]] = []
 
     def make(workers: int = 1, **choices: Any) -> tuple[GlooTransport, FakeWeightReplica]:
-        made.append((GlooTransport(store.folder, **choices), FakeWeightReplica(workers=workers, expected=None)))
+        transport = open_transport("gloo", store.folder, **choices)
+        assert isinstance(transport, GlooTransport)
+        made.append((transport, FakeWeightReplica(workers=workers, expected=None)))
         return made[-1]
 
     yield make
@@ -98,7 +99,7 @@ def test_every_worker_has_the_published_tensors_version_after_version(
         check_held(replica, manifest, version)
     assert replica.asked["init_weights"] == 1
     options = replica.told("init_weights")["options"]
-    assert (options["world_size"], options["rank_offset"]) == (workers + 1, 1)
+    assert (options["world_size"], options["rank_offset"], options["buffer_bytes"]) == (workers + 1, 1, buffer_bytes)
     staging = {"version": 3, "verify": "digest", "threads": 2, "manifest": manifest.to_json()}
     assert replica.told("stage_weights") == staging
     assert not torch.distributed.is_initialized()  # the default group is left alone
@@ -346,20 +347,15 @@ def test_a_group_that_was_not_made_leaves_no_socket_even_if_its_error_is_kept(pl
     assert kept.value.__traceback__ is not None
 
 
-def test_a_value_is_there_whole_or_not_at_all_whatever_its_key(place: MeetingPlace) -> None:
-    where = place.begin()
-    one, other = Meeting(where, TIMEOUT), Meeting(where, TIMEOUT)
-    one.set("gloo/0/../1", b"first")
-    one.set("gloo/0/../1", b"second")
-    assert other.get("gloo/0/../1") == b"second"
-    assert (other.check(["gloo/0/../1"]), other.check(["gloo", "gloo/0/../1"])) == (True, False)
-    assert len(list(Path(where["folder"]).iterdir())) == 1
-
-
 @pytest.mark.parametrize("how", ["the meeting", "its place"])
-def test_who_is_late_for_a_meeting_that_is_over_hears_of_it_at_once(place: MeetingPlace, how: str) -> None:
+def test_a_meeting_holds_values_and_who_is_late_for_one_that_is_over_hears_of_it_at_once(
+    place: MeetingPlace, how: str
+) -> None:
     where = place.begin()
-    board = Meeting(where, TIMEOUT)
+    board, other = Meeting(where, TIMEOUT), Meeting(where, TIMEOUT)
+    board.set("gloo/0/../1", b"first")  # whatever its key
+    board.set("gloo/0/../1", b"second")
+    assert (other.get("gloo/0/../1"), other.check(["gloo", "gloo/0/../1"])) == (b"second", False)
     place.close() if how == "its place" else place.end(where)
     uses = [lambda: board.set("key", b"value"), lambda: board.get("key")]
     uses += [lambda: board.check(["key"]), lambda: board.wait(["key"])]
@@ -374,34 +370,15 @@ def test_a_folder_that_is_not_here_is_another_hosts(tmp_path: Path) -> None:
 
 
 # -- which transport a name stands for --------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("given", "size"), [({}, BUFFER_BYTES), ({"device": None}, BUFFER_BYTES), ({"buffer_bytes": 9, "device": "cpu"}, 9)]
-)
-def test_a_name_stands_for_a_transport_with_what_is_given(given: dict[str, Any], size: int, tmp_path: Path) -> None:
-    transport = open_transport("gloo", tmp_path, **given)
-    assert isinstance(transport, GlooTransport)
-    assert (transport._reader.folder, transport._buffer_bytes) == (tmp_path, size)
-    transport.close()
-    shared = open_transport("memmap", tmp_path / "a", tmp_path / "b")  # as the engines see it
-    assert isinstance(shared, MemmapTransport) and shared.folder == tmp_path / "b"
-    assert isinstance(open_receiver("memmap", {"folder": str(tmp_path)}), MemmapReceiver)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "kind", "words"),
-    [
-        ("gloo", {"buffer_bytes": 0}, ValueError, "buffer_bytes must be at least 1, got 0"),
-        ("gloo", {"device": "cuda:1"}, ValueError, "device='cuda:1': transport='gloo' sends from the CPU"),
-        ("pigeon", {}, ValueError, "unknown transport 'pigeon'; there are 'memmap', 'adapter', 'gloo' and 'nccl'"),
-    ],
-)
-def test_what_it_cannot_use_is_refused(name: str, given: Any, kind: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(kind, match=words):
-        open_transport(name, tmp_path, **given)
+def test_a_name_that_no_transport_has_is_refused_on_both_sides(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown transport 'pigeon'; there are 'memmap', 'adapter', 'gloo' and 'nc"):
+        open_transport("pigeon", tmp_path)
     with pytest.raises(ValueError, match="unknown transport 'pigeon'; the worker has 'memmap', 'gloo'"):
         open_receiver("pigeon", {})
     with pytest.raises(TypeError, match="port"):
         open_receiver("memmap", {"folder": str(tmp_path), "port": 1})
+    shared = open_transport("memmap", tmp_path / "a", tmp_path / "b")  # as the engines see it
+    assert isinstance(shared, MemmapTransport) and shared.folder == tmp_path / "b"
 
 
 @pytest.mark.parametrize(

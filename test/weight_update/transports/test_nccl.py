@@ -200,35 +200,24 @@ def test_a_transfer_that_fails_ends_the_broadcast_and_the_next_attempt_joins_aga
     assert len(wires) == 2
 
 
-def test_what_torch_raises_while_it_joins_again_is_an_error_of_the_sync(
-    tmp_path: Path, wires: list[tuple[Wire, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["it joins", "its communicator ends"])
+def test_what_torch_raises_is_an_error_of_the_sync(
+    tmp_path: Path, wires: list[tuple[Wire, Any]], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Else it would end the whole update, and not this replica's."""
     replica, transport = Replica(), transport_of(tmp_path)
     manifest, _ = version(WeightStoreWriter(tmp_path), 1)
 
-    def refuse(info: Any) -> Wire:
+    def refuse(*_: Any) -> Wire:
         raise RuntimeError("NCCL error: unhandled system error")
 
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", refuse)
-    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda info, config: Wire())
+    if where == "it joins":
+        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", refuse)
+        monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda info, config: Wire())
+    else:
+        transport.open(replica, TIMEOUT)
+        wires[0][0].destroy = lambda: (wires[0][0].ended.set(), refuse())  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="version 1 was not sent: NCCL error: unhandled system error"):
-        transport.swapping(replica, manifest, replica.swap)
-    assert wires == []
-
-
-def test_what_torch_raises_where_a_communicator_ends_is_one_too(tmp_path: Path, wires: list[tuple[Wire, Any]]) -> None:
-    replica, transport = Replica(), transport_of(tmp_path)
-    transport.open(replica, TIMEOUT)
-    manifest, _ = version(WeightStoreWriter(tmp_path), 1)
-    ((wire, _),) = wires
-
-    def destroy() -> None:
-        wire.ended.set()
-        raise RuntimeError("NCCL error: it cannot be aborted")
-
-    wire.destroy = destroy  # type: ignore[method-assign]
-    with pytest.raises(WeightSyncError, match="version 1 was not sent: NCCL error: it cannot be aborted"):
         transport.swapping(replica, manifest, lambda: SwapReport(started=False, error="it could not pause"))
 
 
