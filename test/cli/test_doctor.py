@@ -119,21 +119,6 @@ def test_a_dense_model_is_a_problem_with_a_mend(shelf: EngineShelf, capsys: pyte
     assert "has no experts: there is nothing to replay\n  train it with loss.replay=none" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--engine"], "--engine vllm needs a MODEL"),
-        (["--engine", "./none"], "there is no folder './none'"),  # a model may follow the option
-        (["tiny", "--engine", "sglang"], "--engine sglang: must be one of vllm, transformers"),
-        ([""], "there is no folder ''"),  # of a shell variable that was not set
-    ],
-)
-def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert said in err and out == ""
-
-
 # -- with an engine ---------------------------------------------------------------------------------------------------
 Lend = Callable[[Any], list[str]]
 

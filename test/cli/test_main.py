@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import io
 import json
 import logging
@@ -16,11 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.sources import ROOT
 from torchrl_moe.cli import main as module
-from torchrl_moe.cli.command import Command, NamedStream, Output
+from torchrl_moe.cli.command import Command, Output
 from torchrl_moe.cli.main import COMMANDS, main
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "torchrl", "tensordict", "numpy", "hydra", "rich")
@@ -65,6 +63,16 @@ def test_every_command_has_help_with_examples_that_can_be_typed(
         assert module._parser().parse_args(words).command == command.name
 
 
+SERVE = [
+    (["--host", "0.0.0.0"], "pass api_key="),
+    (["--port", "99999"], "port"),
+    (["--engine-arg", "max_model_length=3"], "max_model_len"),
+    (["--engine-arg", "model=other"], "MODEL"),
+    (["--tool-call-parser", "hermess"], "hermes"),
+    (["--reasoning-parser", "qwen-3"], "qwen3"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -75,6 +83,16 @@ def test_every_command_has_help_with_examples_that_can_be_typed(
         (["probe"], "the following arguments are required: MODEL"),
         (["probe", "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["conformance", "tiny", "--engine", "vllm", "--adapter", "a:b"], "not allowed with argument"),
+        (["doctor", "--engine"], "--engine vllm needs a MODEL"),
+        (["doctor", "--engine", "./none"], "there is no folder './none'"),  # a model may follow the option
+        (["doctor", "tiny", "--engine", "sglang"], "--engine sglang: must be one of vllm, transformers"),
+        (["doctor", ""], "there is no folder ''"),  # of a shell variable that was not set
+        (["top", "--interval", "0"], "--interval 0: it must be above 0 seconds and at most a day, 86400"),
+        (["top", "--interval", "nan"], "--interval nan: it must be above 0"),
+        (["top", "--interval", "1e300"], "--interval 1e+300: it must be above 0"),
+        (["top", "mine", "--url", "http://x"], "not both"),
+        (["top", "--url", ""], "begins with http://"),
+        *(pytest.param(["serve", "x", *words], said, marks=pytest.mark.needs_vllm) for words, said in SERVE),
     ],
 )
 def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +100,8 @@ def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest
         code: Any = main(arguments)
     except SystemExit as end:
         code = end.code
-    assert code == 2 and said in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert code == 2 and said in err and (out == "") == bool(arguments)  # without any, help
 
 
 Act = Callable[[Callable[[], int]], None]
@@ -171,18 +190,3 @@ def test_a_result_is_text_or_json() -> None:
     Output(data, is_json=True).show("two words", {"words": 2, 3: [float("inf"), (1.5, float("nan"))], "none": None})
     assert text.getvalue() == "two words\n"
     assert json.loads(data.getvalue()) == {"words": 2, "3": [None, [1.5, None]], "none": None}
-
-
-class FullDisk(io.StringIO):
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_an_error_of_a_named_stream_names_it() -> None:
-    named, lines = NamedStream(FullDisk(), "the result"), NamedStream(io.StringIO(), "lines")
-    for write in (lambda: print("a", file=named, flush=True), lambda: Console(file=named).print("a")):
-        with pytest.raises(OSError, match=r"No space left on device: 'the result'$") as caught:
-            write()
-        assert caught.value.errno == errno.ENOSPC
-    print("a", file=lines, flush=True)
-    assert lines.getvalue() == "a\n" and not lines.isatty()

@@ -105,7 +105,10 @@ def sizes(kind: str, **changes: Any) -> Any:
         (lambda: make_tiny_moe("qwen3").config, False, "it is a dense model"),
         (lambda: sizes("phimoe", num_attention_heads=2, num_key_value_heads=2), False, "sparsemixer"),
         (lambda: sizes("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[0, 1, 2]), True, ""),
-        (lambda: sizes("deepseek_v3", num_hidden_layers=20, first_k_dense_replace=9), True, ""),
+        pytest.param(
+            *(lambda: sizes("deepseek_v3", num_hidden_layers=20, first_k_dense_replace=9), True, ""),
+            marks=pytest.mark.parity,  # a second way to begin with dense layers: seven seconds
+        ),
         (lambda: sizes("gpt_oss", num_hidden_layers=6), True, ""),  # it has a list with an entry for each layer
         # the first layers of a hybrid have no attention, and cannot run by themselves
         (lambda: sizes("qwen3_next", num_hidden_layers=48), True, ""),
@@ -117,15 +120,6 @@ def sizes(kind: str, **changes: Any) -> Any:
 def test_a_narrow_model_of_the_same_code_is_tried(config: Any, answer: bool | None, why: str) -> None:
     found = try_replay(config())
     assert found.answer is answer and why in found.why, found.why
-
-
-def test_a_large_model_can_be_replayed() -> None:
-    """Of 48 layers and 30 billion parameters; the package has its configuration."""
-    config = config_of("Qwen/Qwen3-30B-A3B")
-    found = try_replay(config)
-    assert (found.answer, found.why, found.routers) == (True, "", "softmax, normalised; 8 of 128 experts")
-    assert (found.top_k, found.num_experts) == (8, 128)
-    assert (config.num_hidden_layers, config.moe_intermediate_size) == (48, 768)  # not changed
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def test_prompts_are_lines_or_json_lines(tmp_path: Path, name: str, text: str | 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["./none"], "there is no folder './none'"),
         (["tiny", "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
         (["tiny", "--temperature", "0"], "greedy answers say nothing"),
         (["tiny", "--prompts", "./none.txt"], "--prompts ./none.txt cannot be read"),

@@ -21,23 +21,6 @@ from support.waiting import PATIENCE, until
 from torchrl_moe.cli.main import main
 
 
-@pytest.mark.needs_vllm
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--host", "0.0.0.0"], "pass api_key="),
-        (["--port", "99999"], "port"),
-        (["--engine-arg", "max_model_length=3"], "max_model_len"),
-        (["--engine-arg", "model=other"], "MODEL"),
-        (["--tool-call-parser", "hermess"], "hermes"),
-        (["--reasoning-parser", "qwen-3"], "qwen3"),
-    ],
-)
-def test_bad_use(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "nowhere", *arguments]) == 2
-    assert says in capsys.readouterr().err
-
-
 def words(shelf: EngineShelf) -> list[str]:
     folder = shelf.folder("qwen3_moe")
     arguments = [f"--engine-arg={name}={json.dumps(value)}" for name, value in SMALL.items()]

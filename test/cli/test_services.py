@@ -18,8 +18,8 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
+from support.actors import toy_actors
 from support.clusters import ClusterHolder
-from support.engines import EngineShelf
 from support.sources import ROOT
 from torchrl_moe.cli import services
 from torchrl_moe.cli.command import BadUse
@@ -156,26 +156,14 @@ def test_a_table_again_and_again_until_an_interrupt(
         assert out.count("1 of 1 serving") == 2 and out.count("Ctrl-C ends") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["top", "--interval", "0"], "--interval 0: it must be above 0 seconds and at most a day, 86400"),
-        (["top", "--interval", "nan"], "--interval nan: it must be above 0"),
-        (["top", "--interval", "1e300"], "--interval 1e+300: it must be above 0"),
-        (["top", "mine", "--url", "http://x"], "not both"),
-        (["top", "--url", ""], "begins with http://"),
-    ],
-)
-def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2 and said in capsys.readouterr().err
-
-
 @pytest.mark.ray
 def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
-    ray_cluster: ClusterHolder, shelf: EngineShelf, capsys: pytest.CaptureFixture[str]
+    ray_cluster: ClusterHolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments: dict[str, Any] = {"engine": "transformers", "backend": "ray", "name": "found", "max_model_len": 64}
-    with AsyncVLLM.from_pretrained(shelf.folder("qwen3_moe"), num_replicas=2, **arguments) as engine:
+    with (
+        toy_actors(),
+        AsyncVLLM.launch({"model": "toy"}, 2, backend="ray", name="found", resources={"CPU": 1}) as engine,
+    ):
         for name in (["found"], []):
             assert main(["top", *name, "--once", "--json"]) == 0
             found = json.loads(capsys.readouterr().out)

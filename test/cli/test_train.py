@@ -112,10 +112,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 BAD = [
     ("tiny_async", "'tiny_async' is not a setting: write key=value; --config names a configuration"),
     ("nonsense=1", "nonsense"),
-    ("optim.lr=fast", "optim.lr"),
-    ("loss.reference=adapter", "loss.reference=adapter needs an adapter"),
     ("model.source=./no/such/folder", "model.source=./no/such/folder: there is no model in that folder"),
     (f"model.source={__name__}:unkind", "RuntimeError: not today"),
+    ("loss.reference=adapter", "loss.reference=adapter needs an adapter"),
     ("data.arguments.columns='prompt,solution'", "asks for 'answer'"),
     ("data.held_out=8", "held_out=8 leaves none of 8 rows to train on"),
     ("engine.sync.mode=later", "engine.sync: mode must be"),

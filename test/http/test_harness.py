@@ -1,67 +1,37 @@
-"""A harness plays samples through a URL: its rows, its ends, and in a collector it is an environment like any.
-
-The server here is a stand-in that is called by a function in place of HTTP, in an event loop of its own, as the real
-one runs. ``test_served_harness.py`` has real ones.
-"""
+"""A harness plays samples through a URL, over real HTTP: its rows, its ends, and it is an environment like any."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 from tensordict import TensorDictBase
 
 from support.collecting import Questions, new_weights, policy_of
+from support.engines import EngineShelf
+from support.http import serving
 from support.processes import is_gone
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
-from torchrl_moe.errors import SessionClosedError
-from torchrl_moe.http.harness import HarnessEnv, run_process
-from torchrl_moe.http.sessions import SessionStore
-from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
+from torchrl_moe.http import HarnessEnv, HttpServer, run_process
+from torchrl_moe.modules import vLLMWrapper
+from torchrl_moe.testing import FakeAsyncVLLM
 
-TOKENIZER = ByteTokenizer()
+pytestmark = pytest.mark.needs_vllm
 
 
-class StandIn:
-    """Answers text of a session; what a server does with a request, without HTTP."""
-
-    url = "http://stand-in"
-
-    def __init__(self, engine: FakeAsyncVLLM) -> None:
-        self.engine = engine
-        self.sessions = SessionStore(TOKENIZER, engine.routing_layout)
-        self.loop = EventLoop("stand-in")
-        self.asked: list[dict[str, Any]] = []
-
-    async def ask(self, base_url: str, text: str, **params: Any) -> str:
-        """Return the answer to a text; called in a harness's loop."""
-        name = base_url.removeprefix(f"{self.url}/sessions/").removesuffix("/v1")
-        future = self.loop.spawn(self._answer(name, text, {"max_tokens": 4, "logprobs": 0, **params}))
-        return await asyncio.wrap_future(future)
-
-    async def _answer(self, name: str, text: str, params: dict[str, Any]) -> str:
-        session = self.sessions.get(name)
-        ids = session.prompt_ids(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-        arguments = {"prompt_token_ids": ids, "sampling_params": params, "session_id": name}
-        self.asked.append(arguments)
-        task = asyncio.ensure_future((session.generate or self.engine.agenerate)(**arguments))
-        loop = asyncio.get_running_loop()
-        with session.under_way(lambda: loop.call_soon_threadsafe(task.cancel)):
-            completion = await task
-        session.record(ids, completion, sampling_params=params)
-        return TOKENIZER.decode(completion.outputs[0].token_ids.tolist())
-
-    def close(self) -> None:
-        self.loop.stop()
-        self.loop.join(PATIENCE)
+@pytest.fixture(scope="module")
+def folder(shelf: EngineShelf) -> Path:
+    return shelf.folder("qwen3_moe")
 
 
 @pytest.fixture
@@ -71,10 +41,16 @@ def engine() -> Iterator[FakeAsyncVLLM]:
 
 
 @pytest.fixture
-def server(engine: FakeAsyncVLLM) -> Iterator[StandIn]:
-    server = StandIn(engine)
-    yield server
-    server.close()
+def server(engine: FakeAsyncVLLM, folder: Path) -> Iterator[HttpServer]:
+    with serving(engine, folder) as (server, _):
+        yield server
+
+
+async def ask(base_url: str, text: str) -> str:
+    """The answer to a text, of four tokens."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=PATIENCE, verify=False) as client:
+        response = await client.post("/completions", json={"model": "tiny", "prompt": text, "max_tokens": 4})
+    return str(response.raise_for_status().json()["choices"][0]["text"])
 
 
 Collect = Callable[..., AsyncLLMCollector]
@@ -85,8 +61,8 @@ def collect(engine: FakeAsyncVLLM) -> Iterator[Collect]:
     made = []
 
     def make(env: Any, **kwargs: Any) -> AsyncLLMCollector:
-        kwargs = {"dataloader": Questions(), "group_size": 2, **kwargs}
-        made.append(AsyncLLMCollector(env, policy=policy_of(engine), **kwargs))
+        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, **kwargs}
+        made.append(AsyncLLMCollector(env, **kwargs))
         return made[-1]
 
     yield make
@@ -95,7 +71,7 @@ def collect(engine: FakeAsyncVLLM) -> Iterator[Collect]:
 
 
 def first(collector: AsyncLLMCollector) -> TensorDictBase:
-    return in_thread(lambda: next(iter(collector))).result(PATIENCE)
+    return in_thread(lambda: next(iter(collector))).result(2 * PATIENCE)  # a deadline says more than this does
 
 
 def slow(engine: FakeAsyncVLLM, token_seconds: float = 60.0) -> None:
@@ -107,34 +83,29 @@ def running(engine: FakeAsyncVLLM) -> int:
     return sum(replica.last_stats.running for replica in engine.replicas)
 
 
-def asking_once(server: StandIn) -> Any:
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        await server.ask(base_url, "a")
-        return 1.0
-
-    return run
+def requests_of(engine: FakeAsyncVLLM) -> list[Any]:
+    return [request for replica in engine.replicas for request in replica.submitted]
 
 
-def two_turns(server: StandIn) -> Any:
+async def asking_once(base_url: str, row: dict[str, Any]) -> float:
+    await ask(base_url, "a")
+    return 1.0
+
+
+async def two_turns(base_url: str, row: dict[str, Any]) -> float:
     """Two turns, and a branch: three answers, of two leaves."""
-
-    async def run(base_url: str, row: dict[str, Any]) -> float:
-        text = f"{row['query']}: "
-        said = await asyncio.to_thread(str, await server.ask(base_url, text))
-        await server.ask(base_url, f"{text}{said}, and?")
-        await server.ask(base_url, f"{text}{said}, or?")
-        return float(row["query"][1:])
-
-    return run
+    text = f"{row['query']}: "
+    said = await asyncio.to_thread(str, await ask(base_url, text))
+    await ask(base_url, f"{text}{said}, and?")
+    await ask(base_url, f"{text}{said}, or?")
+    return float(row["query"][1:])
 
 
-def requests_of(server: StandIn) -> list[Any]:
-    return [request for replica in server.engine.replicas for request in replica.submitted]
-
-
-def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect: Collect) -> None:
-    new_weights(server.engine, 3)
-    env = HarnessEnv(two_turns(server), server, sampling_params={"temperature": 0.5, "max_tokens": 2})
+def test_a_collector_takes_a_harness_as_an_environment(
+    engine: FakeAsyncVLLM, server: HttpServer, collect: Collect
+) -> None:
+    new_weights(engine, 3)
+    env = HarnessEnv(two_turns, server, sampling_params={"temperature": 0.5, "max_tokens": 2})
     collector = collect(env, groups_per_batch=2, max_staleness=0, max_in_flight=1)
     batch = first(collector)
     # groups of two samples, each of two rows: the reward is in the last
@@ -145,37 +116,37 @@ def test_a_collector_takes_a_harness_as_an_environment(server: StandIn, collect:
     # the first answer, of max_tokens, is trained on in its first leaf only
     assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [4, 2] * 4
     for row in batch:
-        row["routed_experts"].validate(server.engine.routing_layout, num_tokens=len(row["tokens", "full"]))
+        row["routed_experts"].validate(engine.routing_layout, num_tokens=len(row["tokens", "full"]))
         assert (int(row["policy_version"]), float(row["sampling", "temperature"])) == (3, 0.5)
         assert row["text"].prompt == f"{row['query']}: " or row["text"].prompt.endswith(", or?")
     assert server.sessions.ids() == []
     assert collector.stats()["collector/failures"] == 0
     collector.show_samples(2)
     # the calls went through the collector, under its own names
-    assert all(request.param("temperature") == 0.5 for request in requests_of(server))
-    assert len({request.request_id.rpartition("-")[0] for request in requests_of(server)}) == 4
+    assert all(request.param("temperature") == 0.5 for request in requests_of(engine))
+    assert len({request.request_id.rpartition("-")[0] for request in requests_of(engine)}) == 4
 
 
-def test_an_evaluation_samples_as_it_is_asked(server: StandIn, collect: Collect) -> None:
-    env = HarnessEnv(two_turns(server), server, sampling_params={"temperature": 0.5})
+def test_an_evaluation_samples_as_it_is_asked(engine: FakeAsyncVLLM, server: HttpServer, collect: Collect) -> None:
+    env = HarnessEnv(two_turns, server, sampling_params={"temperature": 0.5})
     collector = collect(env)
     found = in_thread(lambda: collector.evaluate(env, 3, dataloader=Questions(), temperature=0.25)).result(PATIENCE)
     assert [float(one) for one in found["next", "episode_reward"].flatten()] == [0.0, 1.0, 2.0]
-    assert {request.param("temperature") for request in requests_of(server)} == {0.25}
+    assert {request.param("temperature") for request in requests_of(engine)} == {0.25}
     first(collector)  # its threads are those of the collection, too, which goes on
     collector.shutdown()
     first(collect(env))  # and another collector takes it
 
 
 def test_a_harness_without_a_call_is_left_out_with_a_reason(
-    server: StandIn, collect: Collect, caplog: pytest.LogCaptureFixture
+    server: HttpServer, collect: Collect, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = iter(range(100))
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
         if next(played) == 1:
             return 0.25
-        await server.ask(base_url, "a")
+        await ask(base_url, "a")
         return 1.0
 
     env = HarnessEnv(run, server)
@@ -196,11 +167,12 @@ def test_a_harness_without_a_call_is_left_out_with_a_reason(
 )
 def test_what_a_harness_may_not_do_fails_its_group(
     calls: int, reward: Any, limits: dict[str, int], error: type[Exception], message: str,
-    server: StandIn, collect: Collect,
+    server: HttpServer, collect: Collect,
 ) -> None:  # fmt: skip
     async def run(base_url: str, row: dict[str, Any]) -> Any:
         for i in range(calls):
-            await server.ask(base_url, str(i))
+            with suppress(httpx.HTTPStatusError):  # a harness may go on after a call that was refused
+                await ask(base_url, str(i))
         return reward
 
     with pytest.raises(error, match=message):
@@ -208,9 +180,9 @@ def test_what_a_harness_may_not_do_fails_its_group(
     until(lambda: server.sessions.ids() == [])
 
 
-def test_a_harness_that_raises_costs_its_group(server: StandIn, collect: Collect) -> None:
+def test_a_harness_that_raises_costs_its_group(server: HttpServer, collect: Collect) -> None:
     async def run(base_url: str, row: dict[str, Any]) -> float:
-        await server.ask(base_url, "a")
+        await ask(base_url, "a")
         if row["query"] == "q0":
             raise KeyError("of the harness")
         return 1.0
@@ -220,21 +192,23 @@ def test_a_harness_that_raises_costs_its_group(server: StandIn, collect: Collect
     assert collector.stats()["collector/failures"] == 1
 
 
-def test_what_still_runs_when_a_harness_returns_is_aborted(server: StandIn, collect: Collect) -> None:
-    slow(server.engine)
+def test_what_still_runs_when_a_harness_returns_is_aborted(
+    engine: FakeAsyncVLLM, server: HttpServer, collect: Collect
+) -> None:
+    slow(engine)
     left: list[asyncio.Task[str]] = []
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
-        left.append(asyncio.ensure_future(server.ask(base_url, "a")))
-        while not running(server.engine):
+        left.append(asyncio.ensure_future(ask(base_url, "a")))
+        while not running(engine):
             await asyncio.sleep(0.001)
         return 1.0
 
     with pytest.raises(ValueError, match="made no call"):
         first(collect(HarnessEnv(run, server), group_size=1))
-    until(lambda: running(server.engine) == 0)
+    until(lambda: running(engine) == 0)
     until(left[0].done)
-    assert left[0].cancelled() or isinstance(left[0].exception(), SessionClosedError | asyncio.CancelledError)
+    assert left[0].cancelled() or isinstance(left[0].exception(), httpx.HTTPError | asyncio.CancelledError)
 
 
 @pytest.mark.parametrize(
@@ -245,13 +219,13 @@ def test_what_still_runs_when_a_harness_returns_is_aborted(server: StandIn, coll
     ],
 )
 def test_a_harness_that_takes_too_long_is_cancelled(
-    limits: dict[str, float], message: str, server: StandIn, collect: Collect
+    limits: dict[str, float], message: str, server: HttpServer, collect: Collect
 ) -> None:
     cancelled = []
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
         try:  # on a busy machine it is cancelled while it asks
-            await server.ask(base_url, "a")
+            await ask(base_url, "a")
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(row["query"])
@@ -265,58 +239,157 @@ def test_a_harness_that_takes_too_long_is_cancelled(
     assert server.sessions.ids() == []
 
 
-def test_the_time_that_an_answer_takes_is_not_the_harnesss(server: StandIn, collect: Collect) -> None:
-    slow(server.engine, 0.3)
+def test_the_time_that_an_answer_takes_is_not_the_harnesss(
+    engine: FakeAsyncVLLM, server: HttpServer, collect: Collect
+) -> None:
+    slow(engine, 0.3)  # an answer takes 1.2 s
+    assert len(first(collect(HarnessEnv(asking_once, server), reward_timeout=1.0))) == 2
 
-    # an answer takes 1.2 s
-    assert len(first(collect(HarnessEnv(asking_once(server), server), reward_timeout=1.0))) == 2
 
-
-def test_a_shutdown_cancels_harnesses_and_their_calls(server: StandIn, collect: Collect) -> None:
-    slow(server.engine)
-    collector = collect(HarnessEnv(asking_once(server), server), max_staleness=0)
+def test_a_shutdown_cancels_harnesses_and_their_calls(
+    engine: FakeAsyncVLLM, server: HttpServer, collect: Collect
+) -> None:
+    slow(engine)
+    collector = collect(HarnessEnv(asking_once, server), max_staleness=0)
     taken = in_thread(lambda: list(islice(collector, 1)))
-    until(lambda: running(server.engine) == 2)
+    until(lambda: running(engine) == 2)
     collector.shutdown()
     assert taken.result(PATIENCE) == []
-    until(lambda: running(server.engine) == 0)
+    until(lambda: running(engine) == 0)
     until(lambda: server.sessions.ids() == [])
 
 
-def test_a_checkpoint_has_the_answers_of_a_harness(server: StandIn, collect: Collect) -> None:
+def test_a_checkpoint_has_the_answers_of_a_harness(engine: FakeAsyncVLLM, server: HttpServer, collect: Collect) -> None:
     """Its run starts again, and gets the answers that it had had."""
     is_first = True
 
     async def run(base_url: str, row: dict[str, Any]) -> float:
-        said = await server.ask(base_url, "a")
+        said = await ask(base_url, "a")
         if is_first:
-            slow(server.engine)
-        await server.ask(base_url, f"a{said}b")
+            slow(engine)
+        await ask(base_url, f"a{said}b")
         return 1.0
 
     env = HarnessEnv(run, server)
     collector = collect(env, group_size=1, max_staleness=0)
     taken = in_thread(lambda: list(islice(collector, 1)))
-    until(lambda: running(server.engine) == 1)
+    until(lambda: running(engine) == 1)
     state = in_thread(collector.state_dict).result(PATIENCE)
     collector.shutdown()
     taken.result(PATIENCE)
     is_first = False
-    slow(server.engine, 0.0)
-    for replica in server.engine.replicas:
+    slow(engine, 0.0)
+    for replica in engine.replicas:
         replica.submitted.clear()
     again = collect(env, group_size=1, max_staleness=0)
     again.load_state_dict(state)
     assert int(first(again)["masks", "all_assistant_mask"].sum()) == 8
-    (request,) = requests_of(server)
+    (request,) = requests_of(engine)
     assert len(request.prompt_token_ids) == 6  # "a", four tokens, "b"
 
 
-def test_what_a_harness_is_refused(server: StandIn) -> None:
+def test_what_a_harness_is_refused() -> None:
     with pytest.raises(TypeError, match="async function"):
-        HarnessEnv(print, server)  # type: ignore[arg-type]
+        HarnessEnv(print)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="deadline"):
-        HarnessEnv(two_turns(server), server, deadline=0.0)
+        HarnessEnv(two_turns, deadline=0.0)
+
+
+# -- clients of OpenAI, and a server of its own ------------------------------------------------------------------------
+
+
+def client_of(base_url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key="none", http_client=httpx.AsyncClient(verify=False))
+
+
+async def chat(base_url: str, row: dict[str, Any], model: str = "tiny") -> float:
+    """Two turns, the second one a stream."""
+    asked: list[Any] = [{"role": "user", "content": row["query"]}]
+    async with client_of(base_url) as client:
+        answer = await client.chat.completions.create(model=model, messages=asked, max_completion_tokens=6)
+        asked += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+        stream = await client.chat.completions.create(
+            model=model, messages=asked, max_completion_tokens=6, temperature=0.5, stream=True
+        )
+        text = "".join([piece.choices[0].delta.content or "" async for piece in stream])
+    return float(len(text) > 0)
+
+
+def test_a_client_of_openai_makes_rows_of_two_turns(
+    engine: FakeAsyncVLLM, server: HttpServer, collect: Collect
+) -> None:
+    batch = first(collect(HarnessEnv(chat, server, sampling_params={"temperature": 1.0}), max_staleness=0))
+    assert len(batch) == 2
+    for row in batch:
+        # the fake's bytes are no text, and are sent as they were sampled
+        mask = row["masks", "all_assistant_mask"]
+        assert int(mask.sum()) == 12
+        assert int(mask.int().diff().eq(1).sum()) == 2
+        assert float(row["sampling", "temperature"]) == 1.0
+        assert float(row["next", "reward"]) == 1.0
+        row["routed_experts"].validate(engine.routing_layout, num_tokens=len(row["tokens", "full"]))
+    assert server.sessions.ids() == []
+
+
+def test_a_server_of_its_own_begins_and_ends_with_the_collector(folder: Path, collect: Collect) -> None:
+    urls = []
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        urls.append(base_url.partition("/sessions")[0])
+        return await chat(base_url, row, model="policy")
+
+    env = HarnessEnv(run, serve_options={"model": folder})
+    collector = collect(env, max_staleness=0)
+    batch = first(collector)
+    # the harness asks at two temperatures, and a row is scored at one
+    assert [float(row["sampling", "temperature"]) for row in batch] == [1.0, 0.5] * 2
+    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [6] * 4
+    collector.shutdown()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(urls[0] + "/health")
+    assert len(first(collect(env, max_staleness=0))) == 4  # with another one
+    assert len(set(urls)) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature", "most"),
+    [({}, 0.7, 7), ({"max_completion_tokens": 3}, 0.7, 3), ({"max_completion_tokens": 50, "temperature": 0.5}, 0.5, 7)],
+)
+def test_a_harness_samples_as_the_policy_does(
+    asked: dict[str, Any], temperature: float, most: int, engine: FakeAsyncVLLM, folder: Path, collect: Collect
+) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        async with client_of(base_url) as client:
+            said: list[Any] = [{"role": "user", "content": row["query"]}]
+            reply = await client.chat.completions.create(model="policy", messages=said, **asked)
+        assert reply.usage is not None
+        return float(reply.usage.completion_tokens)
+
+    policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 7, "temperature": 0.7})
+    batch = first(collect(HarnessEnv(run, serve_options={"model": folder}), policy=policy))
+    assert [float(row["next", "reward"]) for row in batch] == [most] * 2
+    assert [round(float(row["sampling", "temperature"]), 4) for row in batch] == [temperature] * 2
+
+
+PROGRAM = """
+import os, sys
+from openai import OpenAI
+
+client = OpenAI()
+said = [{"role": "user", "content": sys.argv[1]}]
+print(client.chat.completions.create(model="tiny", messages=said, max_completion_tokens=5).usage.completion_tokens)
+"""
+
+
+def test_a_program_of_its_own_process_is_a_harness(server: HttpServer, collect: Collect) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        status, output = await run_process(base_url, [sys.executable, "-c", PROGRAM, row["query"]])
+        assert status == 0, output
+        return float(output)
+
+    batch = first(collect(HarnessEnv(run, server, deadline=PATIENCE)))
+    assert [float(row["next", "reward"]) for row in batch] == [5.0, 5.0]
+    assert [int(row["masks", "all_assistant_mask"].sum()) for row in batch] == [5, 5]
 
 
 # -- a program --------------------------------------------------------------------------------------------------------

@@ -414,16 +414,21 @@ def test_a_client_that_does_not_read_is_dropped(folder: Path, monkeypatch: pytes
 def test_a_client_that_does_not_send_is_dropped(folder: Path) -> None:
     """Silent from the start, in the middle of the headers, of those of a second request, or of a body."""
     health, chat = b"GET /health HTTP/1.1\r\nhost: a\r\n", f"POST {CHAT} HTTP/1.1\r\nhost: a\r\n".encode()
-    cases = [(b"", []), (b"GET /hea", []), (health, []), (health + b"\r\n" + health, [b"200"])]
+    cases: dict[bytes, list[bytes]] = {b"": [], b"GET /hea": [], health: [], health + b"\r\n" + health: [b"200"]}
+    cases[chat + b"content-length: 100\r\n\r\n{"] = [b"408"]
     with FakeAsyncVLLM() as engine, serving(engine, folder, limits=Limits(client_seconds=0.3)) as (server, client):
         address = "127.0.0.1", httpx.URL(server.url).port
-        for sent, statuses in (*cases, (chat + b"content-length: 100\r\n\r\n{", [b"408"])):
+
+        def answers(sent: bytes) -> list[bytes]:
             with socket.create_connection(address, timeout=60) as connection:  # type: ignore[arg-type]
                 connection.sendall(sent)
                 received = b""
                 while piece := connection.recv(1 << 16):  # until the server closes it
                     received += piece
-            assert [line.split()[1] for line in received.splitlines() if line.startswith(b"HTTP/1.1 ")] == statuses
+            return [line.split()[1] for line in received.splitlines() if line.startswith(b"HTTP/1.1 ")]
+
+        with ThreadPoolExecutor(len(cases)) as pool:
+            assert list(pool.map(answers, cases)) == list(cases.values())
         until(lambda: server.requests == 0)
         # what is answered and what is in time stays
         assert [client.get("/health").status_code for _ in range(3)] == [200] * 3

@@ -244,7 +244,7 @@ CALLS = st.lists(
 
 
 @given(CALLS)
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_trajectories_equal_those_of_full_lists(calls: list[dict[str, Any]]) -> None:
     session, lists = new_session(), FullLists()
     for one in calls:
@@ -296,16 +296,6 @@ def assert_equal(left: list[TensorDict], right: list[TensorDict]) -> None:
 # -- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_continued_answer_is_one_trajectory_of_two_turns(session: Session) -> None:
-    call(session, [1, 2], [3, 4], version=5)
-    call(session, [1, 2, 3, 4, 9], [6], version=7)
-    (td,) = session.trajectories()
-    assert (full(td), td["tokens", "prompt"].tolist()) == ([1, 2, 3, 4, 9, 6], [1, 2])
-    assert td["masks", "all_assistant_mask"].tolist() == [False, False, True, True, False, True]
-    assert td["policy_versions", "full"].tolist() == [-1, -1, 5, 5, -1, 7]
-    assert (int(td["policy_version"]), int(td["num_segments"]), int(td["num_cached_tokens"])) == (5, 2, 3)
-
-
 # Two ids for one text: byte 200 alone is no UTF-8, and decodes to U+FFFD, whose own three bytes do so too.
 BAD, REPLACEMENT = [200], list("\ufffd".encode())
 
@@ -315,6 +305,7 @@ TURN = st.tuples(SAID, st.booleans(), st.text(max_size=4))
 
 
 @given(st.text(max_size=4), st.lists(TURN, min_size=1, max_size=4))
+@settings(max_examples=50)
 def test_any_bytes_that_were_sampled_are_sent_again(asked: str, turns: list[tuple[list[int], bool, str]]) -> None:
     """Whatever they decode to; the client sends text, and the template writes the end of a turn that was cut."""
     session = new_session()
@@ -538,21 +529,6 @@ def test_losses_take_trajectories_as_they_are(session: Session) -> None:
 # -- reading again ----------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_may_come_with_the_rows_of_its_last_tokens_only() -> None:
-    whole, parts = new_session(), new_session()
-    for session in (whole, parts):
-        state = RNG.bit_generator.state
-        first, second = completed([1, 2], [3, 4]), completed([1, 2, 3, 4, 5], [6, 7])
-        if session is parts:
-            second.outputs[0].routed_experts = second.outputs[0].routed_experts[3:]
-        session.record([1, 2], first)
-        session.record([1, 2, 3, 4, 5], second)
-        RNG.bit_generator.state = state
-    (td,), (other,) = whole.trajectories(), parts.trajectories()
-    np.testing.assert_array_equal(td["routed_experts", "full"], other["routed_experts", "full"])
-    assert (td["resume"], other["resume"]) == ("live", "none")
-
-
 @pytest.mark.parametrize(
     ("version", "followed", "how"), [(1, 0, "none"), (2, 3, "forced"), (2, 2, "live"), (2, 0, "live")]
 )
@@ -566,7 +542,7 @@ def test_rows_that_were_cached_are_not_sent_and_are_of_the_same_weights_or_were_
     sent = completed([1, 2, 3, 4, 5], [6], version=version, rows=rows[-2:])
     session.record([1, 2, 3, 4, 5], sent, followed=followed)
     (td,) = session.trajectories()
-    assert td["resume"] == how
+    assert (td["resume"], int(td["num_cached_tokens"])) == (how, 3)
     routes = td["routed_experts", "full"]
     assert torch.equal(routes[:3], before[:3])
     np.testing.assert_array_equal(routes[3:5, 1:], rows[-2:, 1:])
@@ -586,17 +562,17 @@ def test_an_engine_without_routes() -> None:
 
 
 def test_a_session_grows_with_its_new_tokens_only(session: Session) -> None:
-    """100 turns: the prompts add up to 50 times the tokens that are kept, and each token costs its own arrays."""
+    """40 turns: the prompts add up to 20 times the tokens that are kept, and each token costs its own arrays."""
     prompt, sent, sizes = [1] * 20, 0, []
-    for _ in range(100):
+    for _ in range(40):
         call(session, prompt, [2] * 10)
         sent += len(prompt) + 10
         prompt = prompt + [2] * 10 + [3] * 20
         sizes.append(session.nbytes)
-    assert session.num_tokens == 20 + 100 * 10 + 99 * 20
-    assert sent > 50 * session.num_tokens
+    assert session.num_tokens == 20 + 40 * 10 + 39 * 20
+    assert sent > 20 * session.num_tokens
     # id 4 bytes, experts 3 * 2; of a sampled token also log-prob and version
-    assert session.nbytes == session.num_tokens * (4 + 6) + 1000 * 8
+    assert session.nbytes == session.num_tokens * (4 + 6) + 400 * 8
     assert len(set(np.diff(sizes))) == 1
     (td,) = session.trajectories()
     assert len(full(td)) == session.num_tokens

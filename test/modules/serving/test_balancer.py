@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from support.clock import Clock
 from support.errors import raising
@@ -60,11 +54,7 @@ def test_torchrls_arguments_stand_where_they_stood_and_its_attributes_say_what_i
     assert (lb.actors, lb.async_vllm) == (["a", "b"], None)
     assert (lb.strategy, lb.strategies) == ("round-robin", ["round-robin", "requests"])
     assert (lb.prefix_length, lb.overload_threshold) == (16, 2.0)
-    assert repr(lb).startswith("LoadBalancer(round-robin > requests, ReplicaTable(#0 SERVING v0 inflight=0, ")
     assert LoadBalancer(actors=["a"]).strategies == ["prefix-aware", "requests"]
-    for name in ("actors", "strategy", "prefix_length"):
-        with pytest.raises(AttributeError):
-            setattr(lb, name, None)
 
 
 def test_the_actors_of_an_engine_stand_for_it() -> None:
@@ -79,13 +69,6 @@ def test_the_actors_of_an_engine_stand_for_it() -> None:
         for some in (engine.actors[:1], engine.actors[::-1], [*engine.actors, "another"], ["another", *engine.actors]):
             with pytest.raises(ValueError, match="expected all actors of one engine, in their order"):
                 LoadBalancer(some)
-
-
-def test_by_default_prefixes_come_first_and_then_load() -> None:
-    lb = LoadBalancer(list("abc"))
-    with lb.acquire("x" * 100):
-        assert lb.acquire().index == 1
-    assert lb.acquire("x" * 100).index == 0
 
 
 def test_a_strategy_sees_candidates_and_request_and_without_an_opinion_the_least_loaded_is_taken() -> None:
@@ -237,20 +220,9 @@ def test_a_group_stays_on_the_newest_version_that_served_when_it_began() -> None
     lb.replica_table.set_version(0, 3)
     assert [lb.acquire(group_id=group).version for group in "gh"] == [2, 3]
     assert lb.acquire(group_id="g", min_version=2).version == 2
-
-
-def test_a_group_whose_version_is_gone_is_told_so() -> None:
-    lb = LoadBalancer(list("ab"), "requests")
-    lb.acquire(group_id="g")
-    versions(lb, 1, 1)
-    with pytest.raises(
-        StaleReplicaError, match=r"holds version 0, which group 'g' began on; the newest is 1\. Begin the"
-    ):
-        lb.acquire(group_id="g")
-    lb.acquire(group_id="h")
-    with pytest.raises(StaleReplicaError, match="group 'h' is on version 1, asked for 2"):
-        lb.acquire(group_id="h", min_version=2)
-    assert inflight(lb) == [1, 1]
+    with pytest.raises(StaleReplicaError, match="group 'g' is on version 2, asked for 3"):
+        lb.acquire(group_id="g", min_version=3)
+    assert sum(inflight(lb)) == 11
 
 
 class Leasing(RuleBasedStateMachine):
@@ -305,6 +277,16 @@ class Leasing(RuleBasedStateMachine):
         self.lb.observe(index, pending_requests=pending)
         self.clock.now += seconds
 
+    @rule()  # no invariant: changes are to add up between two questions
+    def the_least_loaded_is_found(self) -> None:
+        with self.lb.replica_table.changed:
+            candidates = self.lb.replica_table.serving()
+            serving = [entry for entry in self.lb.replica_table if entry.state is ReplicaState.SERVING]
+            assert candidates.total == sum(entry.load for entry in serving)
+            if serving:
+                best = min(serving, key=lambda entry: (entry.load, entry.chosen, entry.index))
+                assert candidates.least_loaded() is best
+
     @invariant()
     def load_and_decisions_are_the_leases(self) -> None:
         expected = [sum(lease.index == index for lease in self.held.values()) for index in range(3)]
@@ -324,9 +306,7 @@ def test_a_lease_keeps_the_replica_and_the_version_that_it_was_given_for() -> No
     lb.replica_table.mark_dead(0)
     lb.replica_table.replace(0, "c")
     assert (lease.index, lease.version, lease.replica, lb.replica_table[0].replica) == (0, 4, "a", "c")
-    assert repr(lease) == "Lease(replica=0, version=4, held)"
     lease.release(False)
-    assert repr(lease) == "Lease(replica=0, version=4, released)"
     assert inflight(lb) == [0, 0]
 
 
@@ -341,20 +321,6 @@ def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> Non
     for thread in threads:
         thread.join()
     assert inflight(lb) == [0]
-
-
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [([False, None], None), ([None, None], None), ([True, False], 3), ([False, True], 3), ([False], 3)],
-    ids=str,
-)
-def test_a_group_is_unsettled_once_all_have_ended_and_none_was_answered(
-    ends: list[bool | None], expected: int | None
-) -> None:
-    groups = Groups()
-    for over, end in zip([groups.join("g", 3), groups.join("g", 3)], ends, strict=False):
-        over(end)
-    assert groups.version("g") == expected
 
 
 def test_groups_with_requests_under_way_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,46 +341,31 @@ def test_an_end_that_settles_what_others_wait_for_is_reported_once() -> None:
     first, second = (groups.join("g", 3) for _ in range(2))
     assert groups.may_begin_again("g")
     first(False)
-    assert told == []  # the second may still be answered
+    assert (told, groups.version("g")) == ([], 3)  # the second may still be answered
     second(None)
-    assert told == ["g"]
+    assert (told, groups.version("g")) == (["g"], None)
     third, fourth = (groups.join("g", 4) for _ in range(2))
     assert groups.may_begin_again("g")
     third(True)
     assert (told, groups.may_begin_again("g")) == (["g", "g"], False)
-    fourth(True)
+    fourth(False)
     assert (told, groups.version("g")) == (["g", "g"], 4)
 
 
-KINDS = {
-    "prefix-aware": PrefixAware,
-    "session": SessionAffinity,
-    "requests": LeastRequests,
-    "least-loaded": LeastRequests,
-    "kv-cache": KVCache,
-    "power-of-two": PowerOfTwo,
-    "round-robin": RoundRobin,
-}
-
-
-@pytest.mark.parametrize(("name", "kind"), KINDS.items())
-def test_a_name_with_hyphens_or_underscores_makes_a_strategy_of_its_own(name: str, kind: type) -> None:
-    made, other = make_strategy(name), make_strategy(name.replace("-", "_"))
-    assert type(made) is type(other) is kind
-    assert made is not other  # a turn is not shared between balancers
-    assert LoadBalancer(["a"], name).acquire().index == 0
-
-
-def test_an_unknown_name_lists_the_valid_ones() -> None:
-    assert KINDS.keys() == STRATEGIES.keys()
-    valid = ", ".join(sorted(KINDS))
+def test_a_name_makes_a_strategy_of_its_own_and_an_unknown_one_lists_those_of_the_page() -> None:
+    kinds = [PrefixAware, SessionAffinity, LeastRequests, LeastRequests, KVCache, PowerOfTwo, RoundRobin]
+    names = ["prefix-aware", "session", "requests", "least-loaded", "kv-cache", "power-of-two", "round-robin"]
+    assert sorted(names) == sorted(STRATEGIES)
+    for name, kind in zip(names, kinds, strict=True):
+        made, other = make_strategy(name), make_strategy(name.replace("-", "_"))
+        assert type(made) is type(other) is kind
+        assert made is not other  # a turn is not shared between balancers
+        assert LoadBalancer(["a"], name).acquire().index == 0
+    valid = ", ".join(sorted(names))
     with pytest.raises(ValueError, match=f"unknown strategy 'fastest'; valid strategies: {valid}"):
         LoadBalancer(["a"], "fastest")
     with pytest.raises(ValueError, match=f"strategy is empty: name at least one.*valid strategies: {valid}"):
         LoadBalancer(["a"], [])
-
-
-def test_the_page_has_every_strategy_in_its_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert STRATEGIES.keys() <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}

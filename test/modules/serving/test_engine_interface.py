@@ -94,13 +94,6 @@ def test_weights_come_by_a_sender_of_ours_and_no_workers_method(three: FakeAsync
 FEW: dict[str, Any] = {"sampling_params": {"max_tokens": 2}, "use_tqdm": False}
 
 
-def test_there_is_one_actor_for_each_replica_that_is_listed(three: FakeAsyncVLLM) -> None:
-    assert three.actors == three.actors
-    three.remove_replica(1)
-    assert [actor.index for actor in three.actors] == [0, 2]
-    assert repr(three.actors[1]) == "ActorHandle(#2 SERVING v0 inflight=0)"
-
-
 def test_each_actor_answers_by_itself(three: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [actor.generate("hi", **FEW).metrics.replica for actor in three.actors] == [0, 1, 2]
     last = three.actors[2]

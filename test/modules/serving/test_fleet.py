@@ -495,7 +495,7 @@ def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(
         serve_version(service, 4)(index)
 
     service.register_weight_sync(bring)
-    time.sleep(0.6)
+    time.sleep(0.2)
     assert brought == []  # nothing newer was published: it may not have what the others have
     service.replica_table.set_version(1, 4)
     until_serving(service, [2, 0])
@@ -527,7 +527,7 @@ def test_what_another_driver_brings_is_heard_of_and_one_that_is_restarted_waits_
     until(lambda: entry.recovery is Recovery.UPDATE)
     assert (service.states, entry.version) == (["STARTING"], 0)  # nobody is left who could be asked
     entry.replica.version = 56
-    time.sleep(1.5)  # a few looks
+    time.sleep(0.2)  # a few looks
     assert service.states == ["STARTING"]
     entry.replica.version = 57
     until_serving(service, [1])

@@ -82,7 +82,7 @@ def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> 
     order: list[str] = []
     scripted.script = {0: lambda: order.extend(replica.life[0] for replica in scripted.made)}
     with AsyncVLLM({"model": "m"}, 3) as engine:
-        assert not engine.is_running
+        assert (engine.is_running, engine.admission.limit) == (False, 3 * 1024)
         assert [replica.life for replica in scripted.made] == [[], [], []]
         assert engine.start() is engine
         assert order == ["start"] * 3  # all before the first was waited for
@@ -171,15 +171,6 @@ def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
         assert new.environment == old.environment
         assert new.environment["CUDA_VISIBLE_DEVICES"] == "5"
     assert new.life[-1] == "shutdown"
-
-
-def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_replica(scripted: Any) -> None:
-    for given, expected in (
-        ({}, 3 * 1024),
-        ({"max_concurrent_requests": 5}, 5),
-        ({"max_concurrent_requests": None}, None),
-    ):
-        assert AsyncVLLM({"model": "m"}, 3, **given).admission.limit == expected
 
 
 def test_prefix_caching_of_the_constructor_wins_over_the_engine_arguments(scripted: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from types import SimpleNamespace
 
@@ -120,15 +119,6 @@ def test_doubts_are_told_to_listeners_that_they_concern() -> None:
     assert (len(heard), changes) == (2, [1])
 
 
-def test_of_many_replicas_a_table_prints_the_counts_and_the_first_few() -> None:
-    table = ReplicaTable(range(1024), ReplicaState.SERVING)
-    for index in (1, 2, 1000):
-        table.mark_dead(index)
-    lines = ", ".join(f"#{index} {'DEAD' if index in (1, 2) else 'SERVING'} v0 inflight=0" for index in range(8))
-    assert repr(table) == f"ReplicaTable(1021 SERVING, 3 DEAD: {lines} and 1016 more)"
-    assert repr(table[0].state) == "SERVING"
-
-
 POLICY = FaultPolicy(breaker_failures=3, breaker_window=10.0, breaker_cooldown=5.0, breaker_trials=2)
 FAIL = (0, "fail", "closed")
 HALF_OPEN = (FAIL, FAIL, (0, "fail", "open *"), (5, "cool", "half-open"))
@@ -168,35 +158,6 @@ def test_a_breaker(steps: list[tuple[float, str, str]]) -> None:
 
 def entries(*inflight: int) -> list[TableEntry]:
     return [TableEntry(i, None, inflight=count, cache=100 + i) for i, count in enumerate(inflight)]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_order_is_kept_through_any_changes(seed: int) -> None:
-    rng = random.Random(seed)
-    table = ReplicaTable(range(7), ReplicaState.SERVING)
-    held: list[int] = []
-    for step in range(2000):
-        with table.changed:
-            candidates = table.serving()
-            serving = [entry for entry in table if entry.state is ReplicaState.SERVING]
-            assert candidates.total == sum(entry.load for entry in serving)
-            best = min(serving, key=lambda entry: (entry.load, entry.chosen, entry.index))
-            if step % 3:  # not at every step: changes add up between two questions
-                assert candidates.least_loaded() is best
-            what = rng.random()
-            if what < 0.5:
-                index = rng.choice(serving).index
-                table.reserve(index)
-                held.append(index)
-            elif what < 0.9 and held:
-                table.give_back(held.pop(rng.randrange(len(held))))
-            elif what < 0.93:
-                table.observe(rng.randrange(7), at=float(step), pending=rng.randrange(20))
-            elif what < 0.96:
-                table.expire(before=float(step - 50))
-            elif best.index != 0:
-                table.set_state(best.index, ReplicaState.DRAINING)
-                table.set_state(best.index, ReplicaState.SERVING)
 
 
 def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> None:

@@ -473,17 +473,6 @@ def test_other_completions_that_no_engine_gave_are_not_resumed(engine: FakeAsync
 # -- placements and routes ---------------------------------------------------------------------------------------------
 
 
-def test_each_request_has_a_placement_of_its_own() -> None:
-    assert request_ids_each(None, 3) is None
-    assert placements(0) == []
-    assert placements(2) == [Placement(), Placement()]
-    assert placements(1, session_ids="s") == [Placement(session_id="s")]
-    assert placements(2, session_ids=("s", "s")) == [Placement(session_id="s")] * 2
-    assert placements(
-        2, session_ids=["s", None], group_ids=[None, 7], min_version=[None, 3], request_context=[{"k": 1}, None]
-    ) == [Placement(session_id="s", request_context={"k": 1}), Placement(group_id="7", min_version=3)]
-
-
 @pytest.mark.parametrize("values", [torch.tensor([3, -4]), np.array([3, -4], np.int8), [3, -4], (3, np.int16(-4))])
 def test_numbers_come_in_whatever_holds_them_and_those_of_groups_are_names(values: Any) -> None:
     assert placements(2, group_ids=values) == [Placement(group_id="3"), Placement(group_id="-4")]
@@ -522,77 +511,48 @@ def held(rows: Any) -> list[Any]:
     return [rows, tensor, RoutedExperts(full=tensor, batch_size=rows.shape[:-3])]
 
 
-@pytest.mark.parametrize("value", held(ROWS), ids=type)
-def test_routes_of_one_prompt_come_in_whatever_holds_them(value: Any) -> None:
-    (rows,) = rows_each(value, ONE)
-    assert isinstance(rows, np.ndarray)
-    assert (rows.dtype, rows.tolist()) == (np.int16, ROWS.tolist())
+HELD = held(ROWS)[2]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [ROWS, ROWS + 1],
-        (held(ROWS)[1], held(ROWS + 1)[2]),
-        *held(np.stack([ROWS, ROWS + 1])),
-        lazy_stack([held(ROWS)[2], held(ROWS + 1)[2]]),
-    ],
-)
-def test_several_prompts_have_routes_each(values: Any) -> None:
-    first, second = rows_each(values, TWO)
-    assert first is not None and second is not None
-    assert (first.tolist(), second.tolist()) == (ROWS.tolist(), (ROWS + 1).tolist())
-
-
-@pytest.mark.parametrize("values", [[ROWS], [ROWS] * 3, ROWS[None], []])
-def test_there_are_as_many_routes_as_prompts(values: Any) -> None:
-    with pytest.raises(ValueError, match=rf"one entry per prompt: got {len(values)} for 2 prompts"):
-        rows_each(values, TWO)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("experts", object(), np.array(["a"]), b"abc", 1.5, True),
-        *(torch.zeros(2, 4, 2, dtype=torch.bfloat16), torch.zeros(2, 4, 2, dtype=torch.int8, device="meta")),
-    ],
-)
-def test_what_is_no_array_of_integers_is_named(value: Any) -> None:
-    with pytest.raises(RouteValueError, match=r"routed_experts\[0\] must be an array of integers"):
-        rows_each(value, ONE)
-    with pytest.raises(RouteValueError, match=r"routed_experts\[1\] must be an array of integers"):
-        rows_each([None, value], TWO)
-
-
-def test_routes_of_another_byte_order_are_read_and_masked_or_endless_ones_are_not() -> None:
-    (read,) = rows_each(ROWS.astype(">i4"), ONE)
-    assert read is not None
-    assert np.array_equal(read, ROWS)
-    assert read.dtype == np.int32
-    with pytest.raises(RouteValueError, match=r"routed_experts\[0\] has masked entries"):
-        rows_each(np.ma.masked_array(ROWS, mask=np.ones_like(ROWS, bool)), ONE)
-    with pytest.raises(RouteValueError, match=r"routed_experts\[0\] has \d+ bytes, 2147483648 at most"):
-        rows_each(np.broadcast_to(ROWS[:1], (2**40, *ROWS.shape[1:])), ONE)
-
-
-@pytest.mark.parametrize("values", ["experts", 3, {"full": ROWS}, held(ROWS)[2]])
-def test_the_routes_of_one_prompt_are_not_those_of_several(values: Any) -> None:
-    with pytest.raises(TypeError, match="routed_experts must be a list with an entry per prompt, got"):
-        rows_each(values, TWO)
-
-
-def completion(ids: Any, **fields: Any) -> Completion:
-    return Completion(request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[], **fields)
-
-
-def test_rows_may_come_with_what_is_resumed() -> None:
-    """An answer that has no token yet begins again, and nobody else remembers what it was to follow."""
+def test_routes_come_in_whatever_holds_them_and_beside_what_is_resumed() -> None:
+    for value in (*held(ROWS), ROWS.astype(">i4")):
+        (rows,) = rows_each(value, ONE)
+        assert isinstance(rows, np.ndarray)
+        assert (rows.dtype.isnative, rows.tolist()) == (True, ROWS.tolist())
+    both, more = np.stack([ROWS, ROWS + 1]), held(ROWS + 1)
+    several = [[ROWS, ROWS + 1], (held(ROWS)[1], more[2]), *held(both), lazy_stack([held(ROWS)[2], more[2]])]
+    for values in several:
+        assert [rows.tolist() for rows in rows_each(values, TWO) if rows is not None] == both.tolist()
+    # an answer that has no token yet begins again, and nobody else remembers what it was to follow
     had = completion(IDS.astype(np.int64))
     assert rows_each(None, PromptBatch([had], single=True)) == [None]
     first, second = rows_each([None, ROWS], PromptBatch([had, had], single=False))
     assert first is None
-    assert second is not None
-    assert (second == ROWS).all()
+    assert second is not None and (second == ROWS).all()
+
+
+NO_ARRAYS: list[Any] = ["experts", object(), np.array(["a"]), b"abc", 1.5, True, torch.zeros(2, 4, 2).bfloat16()]
+NO_ARRAYS += [torch.zeros(2, 4, 2, dtype=torch.int8, device="meta")]
+MASKED, ENDLESS = np.ma.masked_array(ROWS, mask=np.ones_like(ROWS, bool)), np.broadcast_to(ROWS[:1], (2**40, 3, 2))
+NO_ROUTES: list[tuple[Any, PromptBatch, type[Exception], str]] = [
+    *((value, ONE, RouteValueError, r"\[0\] must be an array of integers") for value in NO_ARRAYS),
+    *(([None, value], TWO, RouteValueError, r"\[1\] must be an array of integers") for value in NO_ARRAYS),
+    (MASKED, ONE, RouteValueError, r"\[0\] has masked entries"),
+    (ENDLESS, ONE, RouteValueError, r"\[0\] has \d+ bytes, 2147483648 at most"),
+    *((rows, TWO, ValueError, "one entry per prompt: got 1 for 2 prompts") for rows in ([ROWS], ROWS[None])),
+    *((rows, TWO, ValueError, f"got {len(rows)} for 2 prompts") for rows in ([ROWS] * 3, [])),
+    *((rows, TWO, TypeError, "a list with an entry per prompt") for rows in ("experts", 3, {"full": ROWS}, HELD)),
+]
+
+
+@pytest.mark.parametrize(("values", "batch", "error", "words"), NO_ROUTES)
+def test_what_are_no_routes_is_named(values: Any, batch: PromptBatch, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"routed_experts.*{words}"):
+        rows_each(values, batch)
+
+
+def completion(ids: Any, **fields: Any) -> Completion:
+    return Completion(request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[], **fields)
 
 
 GIVEN_PARAMS = {"max_tokens": 8, "temperature": 0.7}
@@ -656,12 +616,7 @@ def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_ids() -
         (DOUBLE, [[1.0, 1.0]], None, r"one per sequence, got shape \[1, 2\]"),
         (DOUBLE, [1.0, 1.0, 1.0], None, "temperature must have one entry per sequence: got 3 for 2"),
         (DOUBLE, 1.0, [KEPT], "kept must have one entry per sequence: got 1 for 2"),
-        (
-            SINGLE,
-            1.0,
-            KeptTokens(ids=torch.tensor([4]), sizes=torch.tensor([0, 2, 0])),
-            "1 ids, and its sizes say 2",
-        ),
+        (SINGLE, 1.0, KeptTokens(ids=torch.tensor([4]), sizes=torch.tensor([0, 2, 0])), "1 ids, and its sizes say 2"),
         (DOUBLE, 1.0, [None, KEPT], r"kept\[1\] is for 3 tokens, and there are 1"),
     ],
 )

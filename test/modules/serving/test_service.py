@@ -33,14 +33,6 @@ from torchrl_moe.testing.fake_engine import FakeReplica
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
-    engine = serve(2)
-    for prompts in (["a", "b", "c"], ["a"]):
-        assert [completion.prompt for completion in ask(engine, prompts)] == prompts
-    rows = ask(engine, torch.zeros(2, 3, dtype=torch.long))
-    assert [len(completion.prompt_token_ids) for completion in rows] == [3, 3]
-
-
 def test_sampling_parameters_default_to_the_services(serve: Any) -> None:
     (output,) = serve().generate("hi", use_tqdm=False).outputs
     assert len(output.token_ids) == 16

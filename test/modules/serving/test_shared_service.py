@@ -191,7 +191,7 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
 
 
 @pytest.mark.ray
-def test_a_pickled_engine_joins_the_service_where_it_is_loaded(toy_service: Any) -> None:
+def test_a_pickled_engine_joins_the_service_where_it_is_loaded_and_leaves_it_alone(toy_service: Any) -> None:
     maker = toy_service(2, sampling_params={"max_tokens": 2})
     processes = [pids(entry.replica) for entry in maker.replica_table]
     with pickle.loads(pickle.dumps(maker)) as guest:
@@ -207,6 +207,13 @@ def test_a_pickled_engine_joins_the_service_where_it_is_loaded(toy_service: Any)
         again.disconnect()
     assert [pids(entry.replica) for entry in maker.replica_table] == processes  # both guests have left, no more
     assert generate(maker, [1]) == [2]
+    holder = ray.remote(num_cpus=0)(Holder).remote(maker)  # a Ray worker takes an engine as it is
+    answer, pid = ray.get(holder.ask.remote([3, 4]), timeout=120)
+    assert answer == [4, 5]
+    assert pid != os.getpid()
+    holder.__ray_terminate__.remote()  # cleanly, so that its own exit handlers run
+    until(lambda: is_gone(pid))
+    assert generate(maker, [2]) == [3]  # its death ends no replica
     pickled = pickle.dumps(maker)
     maker.shutdown()
     with pytest.raises(RuntimeError, match="pickle: the service is not running"):
@@ -216,18 +223,6 @@ def test_a_pickled_engine_joins_the_service_where_it_is_loaded(toy_service: Any)
         late.generate([1])
     with pytest.raises(RuntimeError, match="the service is not running"):
         late.generate([1])
-
-
-@pytest.mark.ray
-def test_a_ray_worker_takes_an_engine_as_it_is_and_its_death_ends_no_replica(toy_service: Any) -> None:
-    maker = toy_service(1)
-    holder = ray.remote(num_cpus=0)(Holder).remote(maker)
-    answer, pid = ray.get(holder.ask.remote([3, 4]), timeout=120)
-    assert answer == [4, 5]
-    assert pid != os.getpid()
-    holder.__ray_terminate__.remote()  # cleanly, so that its own exit handlers run
-    until(lambda: is_gone(pid))
-    assert generate(maker, [2]) == [3]
 
 
 @pytest.mark.ray
