@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor
 
-from support.rollouts import PAD, VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
+from support.rollouts import VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
 from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenReader, score_reference, score_tokens
 
 FULL = ("tokens", "full")
@@ -38,16 +38,6 @@ def changed(key: Any, value: Any, at: int = 1) -> TensorDictBase:
     else:
         rollouts[at][key] = value
     return lazy_stack(rollouts)
-
-
-def test_ragged_samples_end_in_one_column_and_a_dense_batch_keeps_its_pads() -> None:
-    tokens = [rollout[FULL].tolist() for rollout in ROLLOUTS]
-    assert reader().tokens.tolist() == [tokens[0], [0, 0, *tokens[1]]]
-    assert reader().lengths == [4, 2]
-    values = reader().per_token(REF, "x", fill=-9.0)
-    assert values[1].tolist() == [-9.0, -9.0, *ROLLOUTS[1][REF].tolist()]
-    padded = reader(dense(ROLLOUTS, left=1, right=1))
-    assert padded.tokens.tolist() == [[PAD, *tokens[0], PAD], [PAD, PAD, *tokens[1], PAD, PAD]]
 
 
 @pytest.mark.parametrize(
@@ -225,15 +215,6 @@ class DistActor:
         self.asked = kwargs
         td["scribble"] = torch.zeros(len(td))
         return Distribution(self.logits)
-
-
-def test_a_scoring_actor() -> None:
-    actor = BigramActor()
-    scores = score_tokens(actor, TD, TOKENS, ATTENTION, entropy=True)
-    log_probs, entropy, _ = actor.score(TD)
-    torch.testing.assert_close(scores[:2], (log_probs, entropy))
-    assert score_tokens(actor, TD, TOKENS, ATTENTION, entropy=False).entropy is None
-    assert actor.calls[-1] == {"router_logits": False, "entropy": False}  # nobody wants them
 
 
 class MaskedActor(BigramActor):

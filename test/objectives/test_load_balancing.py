@@ -54,19 +54,6 @@ def test_choices_are_counted_and_measured() -> None:
 LN3 = math.log(3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "top_k", "expected"),
-    [  # scores (3/4, 1/4) and (1/2, 1/2); both choose expert 0 of two (the first wins a tie): 2 * (1 * 5/8)
-        ([(LN3, 0), (1e-9, 0)], 1, 1.25),
-        ([(LN3, 0), (0, 1e-9)], 1, 1),  # each token chooses another: f is even, and so the loss is 1 whatever P is
-        ([(50, 50, 0, 0, 0, 0)] * 3, 2, 6 / 2),  # all tokens on one choice of experts is the worst
-    ],
-)
-def test_balancing_loss_by_hand(rows: list[tuple[float, ...]], top_k: int, expected: float) -> None:
-    logits = logits_of(*rows)
-    assert loss(logits, every(logits), top_k).item() == pytest.approx(expected)
-
-
 def naive(logits: Tensor, mask: Tensor, top_k: int, scoring: str, per_sequence: bool) -> tuple[Tensor, Tensor]:
     """Token by token."""
     experts, losses, squares = logits.shape[-1], [], []

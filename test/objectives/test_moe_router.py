@@ -228,6 +228,14 @@ def test_two_micro_batches_run_two_forward_passes_of_the_body() -> None:
     assert set(loss.state_dict()) == set(GRPOLoss(actor).state_dict())  # the actor is in it once
     for key in ("loss_load_balancing", "loss_z"):
         torch.testing.assert_close(sum(out.get(key) for out in outs), alone.get(key), rtol=1e-5, atol=1e-7)
+    other = GSPOLoss(actor, router_loss=router_loss)
+    assert set(other.out_keys) == {*GSPOLoss(actor).out_keys, *router_loss.out_keys}
+    out = other(td)
+    for key in router_loss.out_keys:
+        torch.testing.assert_close(out.get(key), alone.get(key), equal_nan=True)
+    router_loss.set_keys(attention_mask="attended")
+    with pytest.raises(ValueError, match="the tensordict has no 'attended'"):
+        other(td)
 
 
 def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> None:
@@ -283,22 +291,3 @@ def test_router_logits_and_loads_that_are_none_are_refused() -> None:
         loss.totals([])
     with pytest.raises(ValueError, match=r"batch size \[B\]"):
         loss(td[0])
-
-
-def test_its_terms_are_those_of_a_policy_loss_that_has_it() -> None:
-    actor, td = real_batch()
-    router_loss = MoERouterLoss(actor, top_k=4)
-    loss = GSPOLoss(actor, router_loss=router_loss)
-    out, alone = loss(td), router_loss(td)
-    assert set(loss.out_keys) == set(out.keys()) == {*GSPOLoss(actor).out_keys, *router_loss.out_keys}
-    assert set(loss.state_dict()) == set(GSPOLoss(actor).state_dict())  # the actor is in it once
-    for key in router_loss.out_keys:
-        torch.testing.assert_close(out.get(key), alone.get(key), equal_nan=True)
-    router_loss.set_keys(attention_mask="attended")
-    with pytest.raises(ValueError, match="the tensordict has no 'attended'"):
-        loss(td)
-    with pytest.raises(ValueError, match="router_loss must be a MoERouterLoss of this loss's actor"):
-        GRPOLoss(BigramActor(), router_loss=router_loss)
-    with pytest.raises(ValueError, match="returned None for the router logits"):
-        silent = BigramActor()
-        GRPOLoss(silent, router_loss=MoERouterLoss(silent, top_k=2))(td.exclude("routed_experts"))
