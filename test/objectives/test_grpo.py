@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, distributed
+from tensordict import TensorDict, lazy_stack
+from torch import distributed
 from torchrl.envs.llm.transforms import RetrieveKL
 from torchrl.objectives import LossModule
 
@@ -449,62 +449,6 @@ def test_torchrls_kl_in_the_reward() -> None:
 
 
 # -- against TorchRL --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def torchrl_actor() -> Any:
-    """TorchRL's own wrapper of a tiny MoE."""
-    from torchrl.modules.llm.policies import TransformersWrapper
-
-    how: dict[str, Any] = {"generate": False, "return_log_probs": True, "pad_output": False}
-    return TransformersWrapper(make_tiny_moe("qwen3_moe").eval(), tokenizer=ByteTokenizer(), input_mode="tokens", **how)
-
-
-def torchrl_rollouts(lengths: list[tuple[int, int]], actor: Any, all_known: bool) -> TensorDictBase:
-    from torchrl.modules.llm.policies import Masks, Tokens
-
-    rows = [one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples(lengths)]
-    for one in rows:
-        one["tokens"] = Tokens(**one["tokens"].to_dict(), padded=False)
-        one["masks"] = Masks(**one["masks"].to_dict(), padded=False)
-    td = lazy_stack(rows)
-    with torch.no_grad():
-        scored = actor(td.copy())
-    for i, one in enumerate(td):
-        near = scored[i][LOG_PROBS] + 0.3 * torch.randn(len(one[LOG_PROBS]))
-        one[LOG_PROBS] = near if all_known else torch.where(one[LOG_PROBS].isnan(), one[LOG_PROBS], near)
-        one[REF] = near + 0.1
-    return td
-
-
-@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
-def test_torchrl_agrees_where_it_is_right(torchrl_actor: Any, strategy: Any, aggregation: Any) -> None:
-    """All of it without prompts and pads in the mean; loss, entropy loss and ESS always."""
-    from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
-
-    torch.manual_seed(0)
-    arguments: dict[str, Any] = {"masking_strategy": strategy, "aggregation": aggregation, **EVERYTHING}
-    for lengths, all_known in ([(2, 3), (2, 3)], True), ([(2, 3), (4, 5)], False):
-        td = torchrl_rollouts(lengths, torchrl_actor, all_known)
-        theirs = TorchRLLoss(torchrl_actor, **arguments)(td.copy())
-        ours = GRPOLoss(torchrl_actor, **arguments, kl_clamp=None)(td)  # TorchRL bounds no penalty
-        whole = strategy == "generic" and all_known
-        keys = list(theirs.keys()) if whole else ["loss_objective", "loss_entropy", "ESS"]
-        for key in keys:
-            torch.testing.assert_close(ours.get(key), theirs.get(key).squeeze(), atol=1e-5, rtol=1e-5)
-        if whole:
-            parameter = torchrl_actor.model.lm_head.weight
-            gradients = [torch.autograd.grad(sum_of(out), parameter)[0] for out in (ours, theirs)]
-            torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
-        else:  # theirs are divided by prompts and pads as well
-            valid = GRPOLoss(torchrl_actor, **arguments).denominators(td)["num_valid_tokens"]
-            share = valid / (len(td) * max(p + g for p, g in lengths))
-            torch.testing.assert_close(theirs.kl_approx, ours.kl_approx * share, atol=1e-5, rtol=1e-5)
-
-
-def sum_of(out: Any) -> Tensor:
-    return sum(value.squeeze() for key, value in out.items() if key.startswith("loss_"))
 
 
 @pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "CISPOLoss"])

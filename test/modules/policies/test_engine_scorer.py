@@ -5,7 +5,6 @@ At the end: full sequences of every kind, as tokens.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.errors import ReplayError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
-from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences, refuse_other_tokens
-from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.modules.policies.scoring_wrapper import encode, refuse_other_tokens
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
             policy(given, **call)
 
 
-PAD = 256
+PAD, END = 256, 258
 TEXTS = {
     "text": ["ab", "cdefg"],
     "history": [
@@ -220,10 +219,18 @@ def test_pads_of_tokens_without_masks_are_found(fake: FakeAsyncVLLM) -> None:
     policy = scorer(fake, replay="none", inplace=False)
     out = policy(td)
     assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
+    tokenizer = ByteTokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    turn = lazy_stack([TensorDict(tokens=Tokens(full=torch.tensor([5, END, 6, END, END])))])
+    scorer(fake, replay="none", tokenizer=tokenizer)(turn)
+    assert scored_ids(fake, 1) == [[5, END, 6, END]]  # of pads that end turns, the first one behind the tokens is real
     assert out[0]["masks", "all_attention_mask"].tolist() == [False, False, True, True]
     assert out[0]["old", "full"].tolist() == [0, 0, 0, fake.score([7, 8])[1].item()]
     with pytest.raises(ValueError, match=r"sample 0: 'attention_mask' has shape \[3\] and \('tokens', 'full'\) \[4\]"):
         policy(td.set("attention_mask", torch.ones(2, 3)))
+    own = torch.tensor([[False, False, True, True], [True, True, True, False]])
+    policy(td.set("masks", TensorDict(all_attention_mask=own, batch_size=[2])))  # a rollout's own come first
+    assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
 
 
 def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> None:
@@ -302,32 +309,3 @@ def test_words_are_known_of_the_sampled_tokens_alone(own: Any) -> None:
         refuse_other_tokens(td, "tokens", [IDS])
     td[0]["tokens"] = Tokens(full=IDS)
     refuse_other_tokens(td, "tokens", [IDS])
-
-
-END = 258
-
-
-def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> list[int]:
-    sample = TensorDict(ids=torch.tensor(ids), **entries)
-    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=end)
-    given = source_of("tokens", input_key="ids", tokenizer=tokenizer if pad is not None else None)
-    (one,) = read_sequences([sample], given)
-    assert one.ids.tolist() == ids
-    return one.mask.int().tolist()
-
-
-@pytest.mark.parametrize(
-    ("ids", "real", "if_it_ends_turns"),
-    [
-        ([PAD, PAD, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1]),
-        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]),  # the first one behind the tokens is real
-        ([PAD, PAD], [0, 0], [0, 0]),
-    ],
-)
-def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int], if_it_ends_turns: list[int]) -> None:
-    assert mask_of(ids, PAD) == real
-    assert mask_of(ids, PAD, end=PAD) == if_it_ends_turns
-    assert mask_of(ids, None) == [1] * len(ids)
-    masks = TensorDict(all_attention_mask=torch.arange(len(ids)) > 0)  # of the rollout: it comes first
-    given = {"attention_mask": torch.ones(len(ids) - 1)}
-    assert mask_of(ids, PAD, masks=masks, **given) == [0, *[1] * (len(ids) - 1)]

@@ -160,21 +160,6 @@ def test_the_sampling_of_an_answer_by_hand() -> None:
     assert [words_of(one) for one in stack.unbind(0)] == [([12], [0, 0, 1]), ([24, 3, 7], [0, 0, 0, 0, -2, 1])]
 
 
-def test_padding_of_words_by_hand() -> None:
-    params = {"temperature": 0.5}
-    both = [answer(sampled(SHORT, [12], [1]), params=params), answer(sampled(LONG, [24, 3, 7], [0, -2, 1]))]
-    td = pad_answers(both, PAD, KEYS, (2,))
-    assert words_of(td) == ([[12, -1, -1], [24, 3, 7]], [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, -2, 1]])
-    assert_values(td["sampling", "temperature"], [0.5, 1], torch.float32)
-    td[KEPT].validate(vocabulary=30, num_tokens=td["tokens", "full"].shape[1])
-    assert words_of(pad_answers(both, PAD, KEYS, (2, 1))[1, 0]) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
-    assert words_of(pad_answers(both[:1], PAD, KEYS, ())) == ([12], [0, 0, 1])
-    td = pad_answers([both[0], answer(LONG)], PAD, KEYS, (2,))
-    assert words_of(td) == ([[12], [-1]], [[0, 0, 0, 1, 0, 0], [0] * 6])
-    plain = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
-    assert set(plain["sampling"].keys()) == {"temperature"}
-
-
 def test_padding_by_hand() -> None:
     td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
     assert (type(td), td.batch_size) == (TensorDict, torch.Size([2]))

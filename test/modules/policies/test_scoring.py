@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from torchrl_moe.modules.policies.scoring import ScoringBatch, align, read_batch, token_scores
+from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
 from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.objectives.batch import TokenReader
 
@@ -41,20 +40,6 @@ def test_what_is_missing_of_another_length_or_no_integer_is_named() -> None:
     td[FULL] = td[FULL].float()
     with pytest.raises(ValueError, match=r"\('tokens', 'full'\) of sample 0"):
         read_batch(td, FULL, ATTENTION)
-
-
-LOGITS = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
-"""Once both words are as likely, once word 0 is three times as likely."""
-
-
-def test_a_row_of_logits_is_of_the_next_token_and_half_precision_is_scored_in_single() -> None:
-    aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], torch.tensor([0.5]))
-    torch.testing.assert_close(aligned[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
-    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    log_probs, _ = token_scores(logits, torch.tensor([1, 2, 3]), 0.7, False)
-    assert log_probs.dtype == align(logits[None], torch.tensor([0.7])).dtype == torch.float32
-    wanted = (logits.double() / 0.7).log_softmax(-1)[[0, 1, 2], [1, 2, 3]]
-    torch.testing.assert_close(log_probs.double(), wanted, atol=1e-6, rtol=0)
 
 
 # -- dense distributions, of a wrapper without a model: which tokens they are of --------------------------------------
