@@ -103,15 +103,12 @@ def test_an_answer_by_hand() -> None:
         *("tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"),
         *("num_segments", "resume", "finish_reason", "num_cached_tokens", "sampling"),
     }
-
-
-def test_an_answer_owns_its_memory() -> None:
-    td, before = answer(LONG), answer(LONG)
+    again = answer(LONG)  # each owns its memory
     for key in (("tokens", "full"), ("log_probs", "response"), ("log_probs", "full"), ("policy_versions", "full")):
         td[key].fill_(0)
     assert LONG.outputs[0].token_ids.tolist() == [23, 24, 25]
     assert td["tokens", "prompt"].tolist() == [20, 21, 22]
-    assert_values(before["log_probs", "response"], [-1, 0, -2], torch.float32)
+    assert_values(again["log_probs", "response"], [-1, 0, -2], torch.float32)
 
 
 def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
