@@ -113,16 +113,6 @@ def test_bad_samples_run_live_if_asked_to_and_are_counted() -> None:
     assert (replay.refused, replay.report()) == ((), {})
 
 
-def test_wrong_routes_are_refused_before_the_model_runs() -> None:
-    model, replay = pair()
-    routes = random_routes(replay)
-    as_many_rows = routes.flatten(0, 1).unflatten(0, (3, 4))
-    for wrong, shape in ((routes[:, :-1], r"\[2, 5\]"), (as_many_rows, r"\[3, 4\]")):
-        message = rf"tokens \[2, 6\], the routes are for {shape}.*context or sequence parallelism"
-        with pytest.raises(ReplayError, match=message), replay.replay(wrong):
-            model(IDS)
-
-
 @pytest.mark.parametrize("kind", ["record", "replay"])
 def test_a_context_takes_exactly_one_forward(kind: str) -> None:
     model, replay = pair()
@@ -308,15 +298,20 @@ def test_a_notebook_shows_a_row_for_each_router() -> None:
     assert max(len(cell) for row in shown for cell in row) <= 60
 
 
-def test_what_is_no_model_and_what_is_no_switch_is_refused() -> None:
+def test_no_model_no_switch_and_routes_of_other_tokens_are_refused_before_the_model_runs() -> None:
     with pytest.raises(ValueError, match="model must be of class Module, got None"):
         RouterReplay(None)  # type: ignore[arg-type]
-    _, replay = pair()
+    model, replay = pair()
     routes = random_routes(replay)
     wrong: dict[str, Any] = {"measure": "no", "record": 1, "packing": 3}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name} must be "), replay.replay(routes, **{name: value}):
             pass
+    as_many_rows = routes.flatten(0, 1).unflatten(0, (3, 4))
+    for given, shape in ((routes[:, :-1], r"\[2, 5\]"), (as_many_rows, r"\[3, 4\]")):
+        message = rf"tokens \[2, 6\], the routes are for {shape}.*context or sequence parallelism"
+        with pytest.raises(ReplayError, match=message), replay.replay(given):
+            model(IDS)
 
 
 def test_a_report_is_printed_and_shown_as_a_table() -> None:
