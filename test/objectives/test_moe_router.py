@@ -1,4 +1,7 @@
-"""The loss module: what it reads and writes, a batch in parts, a real MoE, and what it refuses."""
+"""The loss module: what it reads and writes, a batch in parts, a real MoE, and what it refuses; then its functions.
+
+Load, balancing loss and z-loss are compared with naive fp64 code.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from support.rollouts import PAD, VOCABULARY, BigramActor, dense, ragged, sample
 from support.routes import random_routes
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.objectives import GRPOLoss, GSPOLoss, MoERouterLoss, MoERouterLossOutput
+from torchrl_moe.objectives import load_balancing as balance
 from torchrl_moe.testing import make_tiny_moe
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 SHAPES = [(2, 3), (1, 4), (3, 1)]
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 
@@ -228,6 +232,14 @@ def test_two_micro_batches_run_two_forward_passes_of_the_body() -> None:
     assert set(loss.state_dict()) == set(GRPOLoss(actor).state_dict())  # the actor is in it once
     for key in ("loss_load_balancing", "loss_z"):
         torch.testing.assert_close(sum(out.get(key) for out in outs), alone.get(key), rtol=1e-5, atol=1e-7)
+    other = GSPOLoss(actor, router_loss=router_loss)
+    assert set(other.out_keys) == {*GSPOLoss(actor).out_keys, *router_loss.out_keys}
+    out = other(td)
+    for key in router_loss.out_keys:
+        torch.testing.assert_close(out.get(key), alone.get(key), equal_nan=True)
+    router_loss.set_keys(attention_mask="attended")
+    with pytest.raises(ValueError, match="the tensordict has no 'attended'"):
+        other(td)
 
 
 def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> None:
@@ -285,20 +297,115 @@ def test_router_logits_and_loads_that_are_none_are_refused() -> None:
         loss(td[0])
 
 
-def test_its_terms_are_those_of_a_policy_loss_that_has_it() -> None:
-    actor, td = real_batch()
-    router_loss = MoERouterLoss(actor, top_k=4)
-    loss = GSPOLoss(actor, router_loss=router_loss)
-    out, alone = loss(td), router_loss(td)
-    assert set(loss.out_keys) == set(out.keys()) == {*GSPOLoss(actor).out_keys, *router_loss.out_keys}
-    assert set(loss.state_dict()) == set(GSPOLoss(actor).state_dict())  # the actor is in it once
-    for key in router_loss.out_keys:
-        torch.testing.assert_close(out.get(key), alone.get(key), equal_nan=True)
-    router_loss.set_keys(attention_mask="attended")
-    with pytest.raises(ValueError, match="the tensordict has no 'attended'"):
-        loss(td)
-    with pytest.raises(ValueError, match="router_loss must be a MoERouterLoss of this loss's actor"):
-        GRPOLoss(BigramActor(), router_loss=router_loss)
-    with pytest.raises(ValueError, match="returned None for the router logits"):
-        silent = BigramActor()
-        GRPOLoss(silent, router_loss=MoERouterLoss(silent, top_k=2))(td.exclude("routed_experts"))
+# -- the functions
+
+
+balancing: Any = balance.load_balancing_loss
+
+
+def logits_of(*rows: tuple[float, ...]) -> Tensor:
+    """One sequence, one layer."""
+    return torch.tensor(rows, dtype=torch.float64)[None, :, None]
+
+
+def every(logits: Tensor) -> Tensor:
+    return torch.ones(logits.shape[:-1], dtype=torch.bool)
+
+
+def drawn(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return logits, torch.rand(*shape[:2], generator=generator) < 0.7
+
+
+def test_pads_dense_layers_and_broken_rows_are_no_rows() -> None:
+    logits = torch.ones(1, 4, 3, 4)
+    logits[:, :, 0] = 0  # a dense layer
+    logits[:, 1:, 1] = 0  # another one: what its pads hold says nothing
+    logits[0, 1, 2, 2] = INF
+    logits[0, 3, 2] = 0  # one token's logits may be 0
+    rows = balance.known_rows(logits, torch.tensor([[False, True, True, True]]))
+    assert not rows[..., :2].any()
+    assert rows[0, :, 2].tolist() == [False, False, True, True]
+
+
+def test_choices_are_counted_and_measured() -> None:
+    logits = torch.tensor([[[[3.0, 1, 2], [9, 8, 7]], [[1, 2, 3], [NAN, NAN, NAN]]]])
+    counts = balance.choice_counts(logits, balance.known_rows(logits, torch.ones(1, 2, dtype=torch.bool)), 2)
+    assert counts.tolist() == [[[1, 1, 2], [1, 1, 0]]]
+    share = balance.load_share(torch.tensor([[1.0, 1, 1, 1], [2, 2, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]]))
+    assert share.tolist() == [[0.25] * 4, [0.5, 0.5, 0, 0], [1, 0, 0, 0], [0] * 4]
+    torch.testing.assert_close(balance.load_entropy(share), torch.tensor([1, 0.5, 0, NAN]), equal_nan=True)
+    torch.testing.assert_close(balance.max_load(share), torch.tensor([1.0, 2, 4, NAN]), equal_nan=True)
+
+
+LN3 = math.log(3)
+
+
+def naive(logits: Tensor, mask: Tensor, top_k: int, scoring: str, per_sequence: bool) -> tuple[Tensor, Tensor]:
+    """Token by token."""
+    experts, losses, squares = logits.shape[-1], [], []
+    groups = list(zip(logits, mask, strict=True)) if per_sequence else [(logits.flatten(0, 1), mask.flatten())]
+    for layer in range(logits.shape[2]):
+        per_group = []
+        for group, keep in groups:
+            rows = group[keep][:, layer]
+            if not len(rows):
+                continue
+            share = torch.zeros(experts, dtype=rows.dtype)
+            for row in rows:
+                share[row.topk(top_k).indices] += 1 / (top_k * len(rows))
+            score = rows.sigmoid() / rows.sigmoid().sum(-1, keepdim=True) if scoring == "sigmoid" else rows.softmax(-1)
+            per_group.append(experts * (share * score.mean(0)).sum())
+        losses.append(sum(per_group) / len(per_group))
+        squares.append(logits[mask][:, layer].exp().sum(-1).log().square().mean())
+    return sum(losses) / len(losses), sum(squares) / len(squares)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_values_and_gradients_are_those_of_naive_code(scoring: Any, per_sequence: bool) -> None:
+    logits, mask = drawn(3, 4, 5, 3, 6)
+    mask[2] = False  # a sequence without a token
+    logits.requires_grad_()
+    rows = balance.known_rows(logits, mask)
+    ours = (
+        balancing(logits, rows, 2, scoring=scoring, per_sequence=per_sequence),
+        balance.z_loss(logits, rows),
+    )
+    for got, wanted in zip(ours, naive(logits, mask, 2, scoring, per_sequence), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-7)
+        ((one,), (other,)) = (torch.autograd.grad(value, logits, retain_graph=True) for value in (got, wanted))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+        assert one.abs().max() > 1e-3
+
+
+def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
+    logits = torch.cat([logits_of((LN3, 0), (LN3, 0)), logits_of((0, LN3), (0, LN3))])
+    parts = [balancing(one, every(one), 1, num_rows=torch.tensor([4])) for one in logits.split(1)]
+    assert sum(parts).item() == pytest.approx(1.5)  # 1 for the whole batch
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda x, r: balance.known_rows(x, r), "mask must have 2 dimensions, got 3"),
+        (lambda x, r: balance.known_rows(x, r[:, :1, 0]), r"router_logits must have shape \[1, 1, L, E\]"),
+        (lambda x, r: balance.known_rows(x.long(), r[..., 0]), "router_logits must have a floating point dtype"),
+        (lambda x, r: balance.choice_counts(x, r[..., 0], 1), r"rows must have shape \[1, 2, 1\], got \[1, 2\]"),
+        (lambda x, r: balance.choice_counts(x[0], r, 1), "router_logits must have 4 dimensions, got 3"),
+        (lambda x, r: balancing(x, r, 3), r"top_k must be in 1\.\.2, .* got 3"),
+        (lambda x, r: balancing(x, r, 1, scoring="linear"), "scoring must be one of .* got 'linear'"),
+        (lambda x, r: balancing(x, r, 1, share=torch.ones(2)), r"share must have shape \[1, 2\], got \[2\]"),
+        (
+            lambda x, r: balancing(x, r, 1, share=torch.ones(1, 2), per_sequence=True),
+            "leave it out with per_sequence=True",
+        ),
+        (lambda x, r: balance.z_loss(x, r[..., 0]), "rows must have shape"),
+        (lambda x, r: balance.z_loss(x, r, torch.tensor(2)), r"num_rows must have shape \[1\], got \[\]"),
+    ],
+)
+def test_bad_input_is_refused(call: Any, told: str) -> None:
+    logits = logits_of((LN3, 0), (0, 1))
+    with pytest.raises(ValueError, match=told):
+        call(logits, every(logits))

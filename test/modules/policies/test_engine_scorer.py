@@ -5,14 +5,13 @@ At the end: full sequences of every kind, as tokens.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory, LogProbs, Text, Tokens
+from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
@@ -20,8 +19,8 @@ from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.errors import ReplayError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
-from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences, refuse_other_tokens
-from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.modules.policies.scoring_wrapper import encode, refuse_other_tokens
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 
 @pytest.fixture
@@ -71,17 +70,6 @@ def test_scores_are_written_as_long_as_a_samples_tokens(pad: bool, fake: FakeAsy
     assert out["old"].padded is True
 
 
-def test_a_batch_of_any_size_and_another_place_to_write(fake: FakeAsyncVLLM) -> None:
-    batch = lazy_stack([rollout(fake, 3, 9), rollout(fake, 2, 2)])
-    out = scorer(fake, inplace=False)(batch)
-    assert out.batch_size == batch.batch_size == torch.Size([2, 2])
-    assert set(out.keys()) == {"tokens", "masks", "old"}
-    assert out[1, 0]["tokens", "full"].tolist() == batch[1, 0]["tokens", "full"].tolist()
-    assert out[1, 0]["old", "full"].shape == (8,)
-    one = scorer(fake)(rollout(fake, 4)[0])
-    torch.testing.assert_close(one["old", "full"][4:], one["log_probs", "full"][4:])
-
-
 @pytest.mark.parametrize("pad", [False, True])
 def test_what_the_batch_says_reaches_the_engine_and_no_pads_do(pad: bool, fake: FakeAsyncVLLM) -> None:
     """Prompts are padded on the left, answers on the right; routes and kept tokens with them."""
@@ -129,7 +117,7 @@ def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
             policy(given, **call)
 
 
-PAD = 256
+PAD, END = 256, 258
 TEXTS = {
     "text": ["ab", "cdefg"],
     "history": [
@@ -159,31 +147,24 @@ def scored_ids(fake: FakeAsyncVLLM, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("mode", ["text", "history"])
 def test_text_and_chats_are_encoded_and_written(mode: str, pad: bool, fake: FakeAsyncVLLM) -> None:
+    """Masks and text are those of the other wrapper; ``test_transformers_wrapper.py`` compares them with TorchRL's."""
     td, one = words(mode), words(mode)[0]
     policy = scorer(fake, input_mode=mode, log_probs_key="log_probs", pad_output=pad)
     own = ["history"] if mode == "history" else []
     assert (policy.in_keys, policy.out_keys) == ([(mode, "full")], ["text", "masks", "tokens", "log_probs", *own])
     out = policy(td)
-    assert out is td
-    assert set(out.keys()) == set(policy.out_keys)
+    assert out is td and set(out.keys()) == set(policy.out_keys)
     asked = scored_ids(fake, 2)
     assert all(request.routed_experts is None for request in fake.replicas[0].submitted[-2:])
     assert asked == [TOKENIZER.encode(text) for text in TEXTS[mode]]
     for i, (ids, scores) in enumerate(zip(asked, fake.score(asked), strict=True)):
         row, pads = out[i], max(map(len, asked)) - len(ids) if pad else 0
         assert row["tokens", "full"].tolist() == [PAD] * pads + ids
-        assert row["masks", "all_attention_mask"].tolist() == [False] * pads + [True] * len(ids)
         assert row["log_probs", "full"].tolist() == [0.0] * (pads + 1) + scores[1:].tolist()
-        assert [row[key].padded for key in ("tokens", "masks", "log_probs")] == [pad] * 3
-        assert [row["tokens"].get(leaf, None) for leaf in ("prompt", "response")] == [None, None]
-        assert (row["text"].full, row["text"].response) == (TEXTS[mode][i], None)
-        spoken = row["masks"].get("all_assistant_mask", None)
-        assert (spoken is None) == (mode == "text")
-        if spoken is not None:
-            assert row["history"].full.content == CHATS[i].content
-            said = [token for token in row["tokens", "full"][spoken].tolist() if token < PAD]
-            assert bytes(said).decode() == CHATS[i].content[1]
-    assert (type(out["tokens"]), type(out["log_probs"])) == (Tokens, LogProbs)
+        if mode == "history":
+            spoken = row["tokens", "full"][row["masks", "all_assistant_mask"]].tolist()
+            said = [token for token in spoken if token < PAD]
+            assert bytes(said).decode() == row["history"].full.content[1] == CHATS[i].content[1]
     assert policy(one) is one and one.batch_size == torch.Size([])
     assert one["log_probs", "full"].shape == one["tokens", "full"].shape == (len(asked[0]),)
 
@@ -220,10 +201,18 @@ def test_pads_of_tokens_without_masks_are_found(fake: FakeAsyncVLLM) -> None:
     policy = scorer(fake, replay="none", inplace=False)
     out = policy(td)
     assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
+    tokenizer = ByteTokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    turn = lazy_stack([TensorDict(tokens=Tokens(full=torch.tensor([5, END, 6, END, END])))])
+    scorer(fake, replay="none", tokenizer=tokenizer)(turn)
+    assert scored_ids(fake, 1) == [[5, END, 6, END]]  # of pads that end turns, the first one behind the tokens is real
     assert out[0]["masks", "all_attention_mask"].tolist() == [False, False, True, True]
     assert out[0]["old", "full"].tolist() == [0, 0, 0, fake.score([7, 8])[1].item()]
     with pytest.raises(ValueError, match=r"sample 0: 'attention_mask' has shape \[3\] and \('tokens', 'full'\) \[4\]"):
         policy(td.set("attention_mask", torch.ones(2, 3)))
+    own = torch.tensor([[False, False, True, True], [True, True, True, False]])
+    policy(td.set("masks", TensorDict(all_attention_mask=own, batch_size=[2])))  # a rollout's own come first
+    assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
 
 
 def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> None:
@@ -302,32 +291,3 @@ def test_words_are_known_of_the_sampled_tokens_alone(own: Any) -> None:
         refuse_other_tokens(td, "tokens", [IDS])
     td[0]["tokens"] = Tokens(full=IDS)
     refuse_other_tokens(td, "tokens", [IDS])
-
-
-END = 258
-
-
-def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> list[int]:
-    sample = TensorDict(ids=torch.tensor(ids), **entries)
-    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=end)
-    given = source_of("tokens", input_key="ids", tokenizer=tokenizer if pad is not None else None)
-    (one,) = read_sequences([sample], given)
-    assert one.ids.tolist() == ids
-    return one.mask.int().tolist()
-
-
-@pytest.mark.parametrize(
-    ("ids", "real", "if_it_ends_turns"),
-    [
-        ([PAD, PAD, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1]),
-        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]),  # the first one behind the tokens is real
-        ([PAD, PAD], [0, 0], [0, 0]),
-    ],
-)
-def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int], if_it_ends_turns: list[int]) -> None:
-    assert mask_of(ids, PAD) == real
-    assert mask_of(ids, PAD, end=PAD) == if_it_ends_turns
-    assert mask_of(ids, None) == [1] * len(ids)
-    masks = TensorDict(all_attention_mask=torch.arange(len(ids)) > 0)  # of the rollout: it comes first
-    given = {"attention_mask": torch.ones(len(ids) - 1)}
-    assert mask_of(ids, PAD, masks=masks, **given) == [0, *[1] * (len(ids) - 1)]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from pytest import CaptureFixture, MonkeyPatch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.engines import EngineShelf
@@ -47,9 +46,11 @@ def engine() -> RouterReplay:
     return RouterReplay(make_tiny_moe())
 
 
-def rollout(engine: RouterReplay, prompt: int, live: bool) -> TensorDict:
+def rollout(
+    engine: RouterReplay, prompt: int, live: bool, seed: int | None = None, temperature: float = TEMPERATURE
+) -> TensorDict:
     total = prompt + ANSWER
-    ids = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(prompt))
+    ids = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(prompt if seed is None else seed))
     routes = random_routes(engine, 1, total, seed=prompt)
     if live:
         with torch.no_grad(), engine.record() as recording:
@@ -57,7 +58,7 @@ def rollout(engine: RouterReplay, prompt: int, live: bool) -> TensorDict:
         routes = recording.routed_experts.long()
     routes[:, -1] = -1
     with torch.no_grad(), engine.replay(routes):
-        logits = engine.model(ids[None]).logits[0] / TEMPERATURE
+        logits = engine.model(ids[None]).logits[0] / temperature
     log_probs = torch.full((total,), float("nan"))
     log_probs[prompt:] = logits.log_softmax(-1)[torch.arange(prompt - 1, total - 1), ids[prompt:]]
     return TensorDict(
@@ -98,17 +99,6 @@ def test_an_engine_that_routes_as_the_trainer_needs_no_replay(actor: Transformer
     probe = probe_replay(actor, rollouts(engine, live=True))
     assert probe.agreement == 1.0
     assert max(probe.live.maximum, probe.replay.maximum) < 1e-5
-
-
-def test_the_input_stays_as_it_was(actor: TransformersWrapper, engine: RouterReplay) -> None:
-    td = rollouts(engine)
-    with torch.no_grad():
-        actor.score(td)
-    keys = set(td.keys(True, True))
-    probe_replay(actor, td)
-    assert set(td.keys(True, True)) == keys
-    assert td["routing", "agreement"].isnan().all()  # as it was
-    assert all(parameter.grad is None for parameter in actor.model.parameters())
 
 
 def test_quantiles_kl_and_gain_by_hand() -> None:
@@ -184,9 +174,7 @@ def test_dtypes_that_differ_are_grouped_with_routers_first() -> None:
     assert first.split() == ["dtypes", "that", "differ", "engine", "trainer", "tensors"]
     assert second.split("  ")[0] == "routers" and "2, such as layers." in second
     assert router_advice(gaps).startswith("Routers are rounded to bfloat16 on their way to the engine")
-
-
-def test_equal_dtypes_say_nothing_and_wider_routers_in_the_engine_need_no_advice() -> None:
+    # equal dtypes say nothing, and wider routers in the engine need no advice
     assert dtype_gaps(kinds(torch.bfloat16), kinds(torch.bfloat16)) == []
     assert gaps_table([]) == router_advice([]) == ""
     wider = dtype_gaps(kinds(torch.bfloat16, gate=torch.float32), kinds(torch.bfloat16))
@@ -202,24 +190,8 @@ ROUTERS = 3
 
 def same_lengths(model: PreTrainedModel) -> TensorDictBase:
     """Answers of an engine that chooses as the model does; the last token was never fed."""
-    ids = torch.randint(0, 256, (ANSWERS, TOKENS), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), RouterReplay.of(model).record() as recording:
-        log_probs = model(ids).logits.log_softmax(-1)
-    routes = recording.routed_experts
-    routes[:, -1] = -1
-    sampled = torch.full(ids.shape, float("nan"))
-    sampled[:, 2:] = log_probs[:, 1:-1].gather(-1, ids[:, 2:, None])[..., 0]
-    rows = zip(ids, sampled, routes, strict=True)
-    keys = ("log_probs", "full"), ("routed_experts", "full")
-    return lazy_stack([TensorDict({"tokens": Tokens(full=row), keys[0]: own, keys[1]: r}) for row, own, r in rows])
-
-
-def with_other_routers(model: PreTrainedModel, layer: int) -> PreTrainedModel:
-    """A copy whose router of one layer prefers what it liked least."""
-    other = make_tiny_moe()
-    with torch.no_grad():
-        other.get_parameter(f"model.layers.{layer}.mlp.gate.weight").neg_()
-    return other
+    handle = RouterReplay.of(model)
+    return lazy_stack([rollout(handle, TOKENS - ANSWER, True, seed, temperature=1.0) for seed in range(ANSWERS)])
 
 
 def scores(model: PreTrainedModel, td: TensorDictBase) -> torch.Tensor:
@@ -242,7 +214,9 @@ def test_rows_and_answers_are_counted_by_cause() -> None:
     td[0]["log_probs", "full"][2:4] += torch.tensor([1.0, 2.0])
     td[1]["log_probs", "full"][5] -= 4.0
     # the last layer's router is another one now: all of its rows have moved, and no other
-    other = with_other_routers(before, 3)
+    other = make_tiny_moe()
+    with torch.no_grad():
+        other.get_parameter("model.layers.3.mlp.gate.weight").neg_()
     moved = (scores(other, td) - scores(before, td)).sum(-1).square().mean().sqrt().item()
     probe = probe_replay(TransformersWrapper(other, replay="R3"), td, use_tqdm=False, before=before)
     assert probe.causes is not None
@@ -262,14 +236,15 @@ def test_rows_and_answers_are_counted_by_cause() -> None:
 
 def test_the_model_of_before_may_be_the_actors_own_and_nothing_is_written() -> None:
     model = make_tiny_moe()
-    td = same_lengths(model)
+    td, actor = same_lengths(model), TransformersWrapper(model, replay="R3")
+    with torch.no_grad():
+        actor.score(td)
     keys = set(td.keys(True, True))
-    actor = TransformersWrapper(model, replay="R3")
     found = probe_replay(actor, td, use_tqdm=False, before=model).causes
     assert found is not None and (found.rows_mismatch, found.rows_updates, found.dominant) == (0.0, 0.0, "")
     assert max(found.answers_mismatch, found.answers_updates) < 1e-4
-    assert set(td.keys(True, True)) == keys
-    assert actor.replay == "R3"
+    assert set(td.keys(True, True)) == keys and td["routing", "agreement"].isnan().all()  # as it was
+    assert actor.replay == "R3" and all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -315,7 +290,7 @@ def test_answers_are_scored_a_few_at_a_time_and_each_at_its_own_length() -> None
     model = make_tiny_moe()
     td = lazy_stack([row.clone() for _ in range(3) for row in same_lengths(model).unbind(0)])
     for i, row in enumerate(td.unbind(0)):
-        for key in (("tokens", "full"), ("log_probs", "full"), ("routed_experts", "full")):
+        for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("routed_experts", "full")):
             row[key] = row[key][: 4 + i % 3]
     rows: list[int] = []
 

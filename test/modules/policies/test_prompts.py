@@ -25,7 +25,7 @@ from torchrl_moe.modules.policies.prompts import (
 )
 from torchrl_moe.testing import ByteTokenizer
 
-PAD, START, END = 256, 257, 258
+PAD, START = 256, 257
 
 
 def chat(*contents: str) -> list[dict[str, Any]]:

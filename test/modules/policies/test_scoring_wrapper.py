@@ -324,15 +324,6 @@ def test_sequences_of_one_token_and_of_none(packed: bool | None) -> None:
         assert actor.score(td)[0].tolist() == [[0.0], [0.0]]
 
 
-def test_two_wrappers_of_a_model_share_its_replay() -> None:
-    model = make_tiny_moe()
-    first, second = TransformersWrapper(model), TransformersWrapper(model, replay="R2")
-    assert first.router_replay is second.router_replay
-    assert TransformersWrapper(model, router_replay=first.router_replay).router_replay is first.router_replay
-    with pytest.raises(ReplayError, match=r"use it, RouterReplay.of\(model\).* It is RouterReplay\(Qwen3MoeFor"):
-        RouterReplay(model)
-
-
 def test_training_without_the_recorded_experts_is_said_once(td: TensorDictBase) -> None:
     td["advantage"] = torch.ones(3, 1, 1)
     live = TransformersWrapper(make_tiny_moe(), replay="none")

@@ -78,13 +78,13 @@ def make_policy(engine: Any, mode: str = "history", **kwargs: Any) -> vLLMWrappe
     return vLLMWrapper(engine, input_mode=mode, generate_kwargs=sampling, **kwargs)
 
 
-def collect(policy: vLLMWrapper, turns: int = 1, iterations: int = 2, **kwargs: Any) -> list[Any]:
-    """Return what the collector yields; its version is set to 3, which no engine here has."""
+def collect(policy: vLLMWrapper, **kwargs: Any) -> list[Any]:
+    """Return two batches of the collector; its version is set to 3, which no engine here has."""
     collector = LLMCollector(
-        make_env(policy.input_mode, turns),
+        make_env(policy.input_mode, turns=1),
         policy=policy,
-        dialog_turns_per_batch=ENVS * turns,
-        total_dialog_turns=ENVS * turns * iterations,
+        dialog_turns_per_batch=ENVS,
+        total_dialog_turns=2 * ENVS,
         track_policy_version=True,
         **kwargs,
     )
@@ -163,24 +163,6 @@ def test_what_is_collected_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mo
     assert routes[ids == 256].eq(-1).all()
     for row, item in zip(routes, sample.unbind(0), strict=True):
         assert row[-len(item["tokens", "full"]) :].equal(item["routed_experts", "full"])
-
-
-@pytest.mark.parametrize("prefer_tokens", [False, True])
-def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: bool) -> None:
-    batches = collect(make_policy(fake, prefer_tokens=prefer_tokens), turns=2)
-    for dialogue in torch.cat(batches).unbind(0):
-        first, second = dialogue.unbind(0)
-        old, p = len(first["tokens", "full"]), len(second["tokens", "prompt"])
-        assert second["tokens", "full"][:old].equal(first["tokens", "full"])
-        assert second["tokens", "prompt"].tolist()[old:] == [
-            *(258, *b"\n", 257, *b"user\n", *b"and then?", 258, *b"\n", 257, *b"assistant\n")
-        ]
-        written = second["policy_versions", "full"] == 0
-        assert written.nonzero()[:, 0].tolist() == [*range(old - NEW, old), *range(p, p + NEW)]
-        assert second["log_probs", "full"].isfinite().equal(written)
-        kept = second["log_probs", "full"][old - NEW : old]
-        assert kept.equal(first["log_probs", "response"])
-        assert second["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, second["tokens", "full"]))
 
 
 class Names(Transform):

@@ -209,9 +209,7 @@ def test_two_batch_dimensions(fake: FakeAsyncVLLM, build: str, pad_output: bool,
         assert out[place]["tokens", "prompt"].tolist()[-len(prompt) :] == prompt
 
 
-def test_the_number_of_samples_is_the_wrappers(
-    fake: FakeAsyncVLLM,
-) -> None:
+def test_the_number_of_samples_is_the_wrappers(fake: FakeAsyncVLLM) -> None:
     for name in ("n", "num_return_sequences"):
         policy = wrapper(fake, generate_kwargs={name: 2, "max_tokens": 2})
         assert (policy.num_samples, policy.inplace) == (2, False)
@@ -304,6 +302,8 @@ def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM) -> Non
         assert set(out.keys()) == {*policy.out_keys, *policy.extra_keys} == set(moe.keys()) - {"routed_experts"}
         for answers in (out, moe.exclude("routed_experts")):
             assert_answers(answers, engine, direct(engine, [ids_of("text", p) for p in PROMPTS]), False)
+        with pytest.raises(ValueError, match="captures no routes"):
+            wrapper(engine, return_routed_experts=True)
 
 
 def test_pads_of_a_batch_never_reach_the_engine(fake: FakeAsyncVLLM) -> None:
@@ -330,11 +330,11 @@ def test_a_mask_decides_what_is_padding(fake: FakeAsyncVLLM, key: Any) -> None:
 
 def test_a_tokenizer_may_be_given_named_and_set_and_is_the_engines_models(fake: FakeAsyncVLLM, tmp_path: Path) -> None:
     policy, mine = wrapper(fake), ByteTokenizer()
-    assert policy.padding_value == 256
+    assert policy.tokenizer is fake.get_tokenizer() and policy.padding_value == 256
     mine.pad_token = "<|im_start|>"
     policy.set_tokenizer(mine)
     assert (policy.tokenizer, policy.padding_value) == (mine, 257)
-    assert wrapper(fake, tokenizer=mine).padding_value == 257
+    assert wrapper(fake, tokenizer=mine).tokenizer is mine
     folder = tmp_path / "llama-deepseek-qwen-falcon"  # words by which TorchRL picks a template
     ByteTokenizer().save_pretrained(folder)
     wrapper(fake, "history", tokenizer=str(folder))(stacked("history", "hi"))

@@ -13,7 +13,6 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.policies.vllm_wrapper import overridden, request_arguments, sampling_params_of
-from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 
 @pytest.mark.parametrize(
@@ -48,36 +47,6 @@ def test_the_engines_of_others_are_refused_by_name(name: str) -> None:
         vLLMWrapper(theirs)
 
 
-@pytest.mark.parametrize(
-    ("routes", "arguments", "replay"),
-    [
-        (True, {}, "R3"),
-        (False, {}, "none"),  # a dense model
-        (True, {"input_mode": "text"}, "none"),  # routes belong to tokens
-        (True, {"replay": "none"}, "none"),
-        (False, {"replay": "R3"}, "R3"),  # refused with the batch, by the scorer
-    ],
-)
-def test_tokens_follow_recorded_experts_by_default(routes: bool, arguments: dict[str, Any], replay: str) -> None:
-    with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
-        scoring = vLLMWrapper(engine, **{"input_mode": "tokens", "generate": False, **arguments})
-        assert scoring.replay == replay
-        assert scoring.get_new_version(generate=True).replay is None
-
-
-def test_routes_are_kept_if_there_are_any_and_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
-    with FakeAsyncVLLM() as engine, FakeAsyncVLLM(layout=None) as dense:
-        assert vLLMWrapper(engine).return_routed_experts
-        assert not vLLMWrapper(engine, return_routed_experts=False).return_routed_experts
-        assert not vLLMWrapper(dense).return_routed_experts
-        with pytest.raises(ValueError, match="captures no routes"):
-            vLLMWrapper(dense, return_routed_experts=True)
-    mine = ByteTokenizer()
-    with FakeAsyncVLLM() as engine:
-        assert vLLMWrapper(engine, tokenizer=mine).tokenizer is mine
-        assert vLLMWrapper(engine).tokenizer is engine.get_tokenizer()
-
-
 # -- TorchRL's common names become vLLM's, and what vLLM cannot do is refused by name
 
 
@@ -89,9 +58,7 @@ def test_routes_are_kept_if_there_are_any_and_a_tokenizer_is_the_engines_unless_
         ({"max_new_tokens": 1, "max_tokens": 2}, {"max_tokens": 2}),  # vLLM's own name wins in either order
         ({"n": 2, "num_return_sequences": 1, "stop": "a", "stop_sequences": "b"}, {"n": 2, "stop": "a"}),
         ({"stop_sequences": ["a"], "top_p": 0.9, "top_k": 5}, {"stop": ["a"], "top_p": 0.9, "top_k": 5}),
-        ({"repetition_penalty": 1.1, "skip_special_tokens": True}, "the same"),
-        ({"min_tokens": 2, "stop_token_ids": [7]}, "the same"),  # vLLM's own
-        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"repetition_penalty": 1.1, "min_tokens": 2}, "the same"),  # and those that are vLLM's own
         ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
         ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
         ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
@@ -129,7 +96,6 @@ def test_a_value_out_of_its_range_and_beam_search_are_refused(given: dict[str, A
 @pytest.mark.parametrize(
     ("params", "call", "merged"),
     [
-        ({"max_tokens": 8, "n": 2}, {}, {"max_tokens": 8, "n": 2}),
         ({"max_tokens": 8, "n": 2}, {"max_new_tokens": 4}, {"max_tokens": 4, "n": 2}),
         ({"temperature": 0.7}, {"do_sample": False}, {"temperature": 0.0}),
         ({"temperature": 0.0, "n": 1}, {"do_sample": True}, {"n": 1}),
@@ -162,12 +128,10 @@ NUMBERS, TEXTS, CONTEXTS = [3, 4], ["a", "b"], [{"k": 1}, {"k": 2}]
 @pytest.mark.parametrize(
     ("samples", "arguments"),
     [
-        (batch("group_id", torch.tensor(NUMBERS)), {"group_ids": NUMBERS}),
         (batch("group_id", torch.tensor([[3], [4]], dtype=torch.int8)), {"group_ids": NUMBERS}),
         (batch("group_id", NonTensorStack(NonTensorStack(3), NonTensorStack(4))), {"group_ids": NUMBERS}),
         (lazy("group_id", 3, torch.tensor([4])), {"group_ids": NUMBERS}),
         (batch("session_id", TEXTS), {"session_ids": TEXTS}),
-        (batch("session_id", NonTensorStack("a", "b")), {"session_ids": TEXTS}),
         (lazy("session_id", "a", NonTensorData("b")), {"session_ids": TEXTS}),
         (batch("request_context", CONTEXTS), {"request_context": CONTEXTS}),
         (batch("request_context", TensorDict(k=torch.tensor([1, 2]), batch_size=[2])), {"request_context": CONTEXTS}),

@@ -14,11 +14,6 @@ from torchrl_moe.modules.replay.binding import Binding, Recording, ReplayState
 from torchrl_moe.modules.replay.discovery import RouterSite
 
 
-def test_another_number_of_rows_is_refused() -> None:
-    with pytest.raises(ReplayError, match="layer 1: its router has 5 rows, the routes have 6"):
-        bound().choose(SITES[0], SCORES[:5], own, False)
-
-
 def test_a_recorded_choice_is_made_again_in_a_recompute_though_the_kernel_may_break_ties_another_way() -> None:
     binding = Binding(layers=(1,), recording=Recording(3, 2))
     first = binding.choose(SITES[0], SCORES, own, recompute=False)
@@ -76,7 +71,7 @@ def test_no_context_opens_inside_a_checkpointed_layer() -> None:
         pass
 
 
-def test_only_live_rows_are_ranked() -> None:
+def test_only_live_rows_are_ranked_and_another_number_of_rows_is_refused() -> None:
     binding, asked = bound(changed((1, slice(1, 3), 1), [U, U])), []
 
     def ranked(rows: torch.Tensor) -> torch.return_types.topk:
@@ -88,3 +83,5 @@ def test_only_live_rows_are_ranked() -> None:
     assert chosen.tolist() == [[5, 3]] * 4 + own().indices[4:].tolist()
     assert binding.choose(SITES[1], SCORES, ranked, False).tolist() == [[0, 1]] * 6
     assert len(asked) == 1  # every row of layer 2 is given
+    with pytest.raises(ReplayError, match="layer 1: its router has 5 rows, the routes have 6"):
+        binding.choose(SITES[0], SCORES[:5], own, False)

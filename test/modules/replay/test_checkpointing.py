@@ -106,7 +106,7 @@ HOWS: dict[str, Callable[[nn.Module], None]] = {
 
 
 CASES = [
-    *((how, first, measure, "deepseek_v3") for how in HOWS for first in ("us", "them") for measure in (False, True)),
+    *((how, first, measure, "deepseek_v3") for how in HOWS for first, measure in (("us", False), ("them", True))),
     *((how, "us", False, family) for how in ("reentrant", "non-reentrant") for family in FAMILIES[:3]),
 ]
 """deepseek_v3: its groups are kept by selective checkpointing too."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,23 +18,6 @@ from torchrl_moe.testing import make_tiny_moe
 def test_the_score_of_a_single_group_is_not_taken_for_the_choice_of_experts() -> None:
     model = make_tiny_moe("deepseek_v3", n_group=1, topk_group=1, num_experts_per_tok=2)
     assert {(site.top_k, site.rank) for site in discover(model)} == {(2, 2)}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"num_local_experts": 8},
-        {"num_experts": [8, 8]},
-        {"text_config": SimpleNamespace(n_routed_experts=8)},
-        {"ffn_config": SimpleNamespace(moe_num_experts=8)},
-    ],
-)
-def test_the_number_of_experts_may_stand_anywhere_in_the_config(config: dict[str, object]) -> None:
-    sites = discover(ToyMoE(**config))
-    assert [(site.layer, site.name, site.num_experts, site.top_k) for site in sites] == [
-        (0, "layers.0.gates.0", 8, 2),
-        (1, "layers.1.gates.0", 8, 2),
-    ]
 
 
 def ranks_none() -> nn.Module:

@@ -18,12 +18,6 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.modules.replay.router_replay import owner_of as owner
 from torchrl_moe.testing import make_tiny_moe
 
-COPIES: dict[str, Callable[[object], object]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
-}
-COPY = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-
 
 def traces(model: nn.Module) -> list[set[str]]:
     return [set(vars(module)) for module in model.modules()]
@@ -96,7 +90,7 @@ def test_agreement_is_with_the_routers_own_groups() -> None:
     assert replay.report()[1]["agreement"] == 0.5
 
 
-@COPY
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 def test_a_copied_model_is_native_and_takes_a_replay_of_its_own(copied: Callable[[nn.Module], nn.Module]) -> None:
     model, replay = pair()
     native = model(tokens()).logits

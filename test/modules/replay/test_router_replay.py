@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from support.toy_moe import (
     ToyMoE,
     TwiceRouter,
 )
-from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
+from torchrl_moe.errors import ReplayError, RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.replay.binding import Binding
 from torchrl_moe.modules.replay.router_replay import ReplayReport
@@ -110,18 +111,6 @@ def test_bad_samples_run_live_if_asked_to_and_are_counted() -> None:
     with pytest.raises(RouteValueError, match="sample 0, token 3, layer 2 holds"), replay.replay(routes):
         model(IDS)
     assert (replay.refused, replay.report()) == ((), {})
-
-
-def test_wrong_routes_are_refused_before_the_model_runs() -> None:
-    model, replay = pair()
-    routes = random_routes(replay)
-    with pytest.raises(RouteShapeError, match=r"shape \[B, T, 4, 4\]"), replay.replay(routes[:, :, 1:]):
-        model(IDS)
-    as_many_rows = routes.flatten(0, 1).unflatten(0, (3, 4))
-    for wrong, shape in ((routes[:, :-1], r"\[2, 5\]"), (as_many_rows, r"\[3, 4\]")):
-        message = rf"tokens \[2, 6\], the routes are for {shape}.*context or sequence parallelism"
-        with pytest.raises(ReplayError, match=message), replay.replay(wrong):
-            model(IDS)
 
 
 @pytest.mark.parametrize("kind", ["record", "replay"])
@@ -275,12 +264,16 @@ def test_the_self_test_looks_at_the_logits_and_at_no_loss() -> None:
         RouterReplay(noisy)
 
 
-@pytest.mark.parametrize("config", [{}, {"text_config": type("Config", (), {"num_local_experts": 8})()}])
+PART = SimpleNamespace(moe_num_experts=8)
+
+
+@pytest.mark.parametrize("config", [{}, {"num_experts": [8, 8]}, {"text_config": PART}, {"ffn_config": PART}])
 def test_a_model_that_is_not_of_transformers_replays(config: dict[str, Any]) -> None:
     model = ToyMoE(RegroupingRouter, **config)
     replay = RouterReplay(model)
     found = "routers in layers [0, 1] of 2, num_experts=8, top_k=2, scoring='softmax'"
     assert repr(replay) == f"RouterReplay(ToyMoE, {found})"
+    assert [site.name for site in replay.sites] == ["layers.0.gates.0", "layers.1.gates.0"]
     logits = []
     for routes in (random_routes(replay), random_routes(replay).flip(-1)):
         with replay.replay(routes):
@@ -305,15 +298,20 @@ def test_a_notebook_shows_a_row_for_each_router() -> None:
     assert max(len(cell) for row in shown for cell in row) <= 60
 
 
-def test_what_is_no_model_and_what_is_no_switch_is_refused() -> None:
+def test_no_model_no_switch_and_routes_of_other_tokens_are_refused_before_the_model_runs() -> None:
     with pytest.raises(ValueError, match="model must be of class Module, got None"):
         RouterReplay(None)  # type: ignore[arg-type]
-    _, replay = pair()
+    model, replay = pair()
     routes = random_routes(replay)
     wrong: dict[str, Any] = {"measure": "no", "record": 1, "packing": 3}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name} must be "), replay.replay(routes, **{name: value}):
             pass
+    as_many_rows = routes.flatten(0, 1).unflatten(0, (3, 4))
+    for given, shape in ((routes[:, :-1], r"\[2, 5\]"), (as_many_rows, r"\[3, 4\]")):
+        message = rf"tokens \[2, 6\], the routes are for {shape}.*context or sequence parallelism"
+        with pytest.raises(ReplayError, match=message), replay.replay(given):
+            model(IDS)
 
 
 def test_a_report_is_printed_and_shown_as_a_table() -> None:
