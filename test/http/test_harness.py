@@ -22,6 +22,7 @@ from support.processes import is_gone
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
+from torchrl_moe.errors import SessionClosedError
 from torchrl_moe.http import HarnessEnv, HttpServer, run_process
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -178,6 +179,34 @@ def test_what_a_harness_may_not_do_fails_its_group(
     with pytest.raises(error, match=message):
         first(collect(HarnessEnv(run, server), **limits))
     until(lambda: server.sessions.ids() == [])
+
+
+def test_a_client_that_raises_at_the_refused_call_hides_no_limit(server: HttpServer, collect: Collect) -> None:
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        for i in range(3):
+            await ask(base_url, str(i))
+        return 1.0
+
+    with pytest.raises(ValueError, match="max_turns=2"):
+        first(collect(HarnessEnv(run, server), max_turns=2))
+
+
+def test_a_call_that_comes_after_the_collection_has_ended_is_refused(
+    server: HttpServer, collect: Collect, recwarn: pytest.WarningsRecorder
+) -> None:
+    asked: list[Any] = []
+
+    async def run(base_url: str, row: dict[str, Any]) -> float:
+        session = server.sessions.get(base_url.removesuffix("/v1").rpartition("/")[2])
+        asked.append(session.generate)  # what the server calls for a request that it has taken
+        return await asking_once(base_url, row)
+
+    collector = collect(HarnessEnv(run, server), group_size=1)
+    first(collector)
+    collector.shutdown()
+    with pytest.raises(SessionClosedError, match="takes no more calls"):
+        asyncio.run(asked[0](prompt_token_ids=[1], sampling_params={}))
+    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
 
 
 def test_a_harness_that_raises_costs_its_group(server: HttpServer, collect: Collect) -> None:

@@ -24,6 +24,7 @@ from tensordict import NonTensorData, TensorDictBase, lazy_stack
 from torchrl_moe._checks import LONGEST, check_number
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentTimeoutError, Generate, too_many_turns
 from torchrl_moe.collectors.workflow import Clock, Workflow, finite, number_of, row_of
+from torchrl_moe.errors import SessionClosedError
 from torchrl_moe.http.server import HttpServer, serve_http
 from torchrl_moe.http.sessions import Session
 from torchrl_moe.modules.backends.replica import Completion
@@ -137,21 +138,29 @@ class HarnessEnv(Workflow):
                 return await generate(SampleRequest(data, prompts, 0, policy.keys, arguments), 0)
 
         async def from_server(**arguments: Any) -> Completion:  # is called in the server's event loop
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(arguments), loop))
+            asked = ask(arguments)
+            try:
+                future = asyncio.run_coroutine_threadsafe(asked, loop)
+            except RuntimeError:  # this loop was closed after the sample, while the call was on its way
+                asked.close()
+                raise SessionClosedError(f"session {session.id!r} has ended: it takes no more calls") from None
+            return await asyncio.wrap_future(future)
 
         session = server.sessions.get(f"harness-{uuid.uuid4().hex}")
         session.sampling_params, session.generate = sampling_params, from_server
         try:
             async with asyncio.timeout(self._deadline) as whole:
                 reward = await clock.run(self._function(f"{server.url}/sessions/{session.id}/v1", row))
-            if refused is not None:
-                raise refused
-        except TimeoutError as error:
-            if not whole.expired():  # of the harness's own, or between two calls
+        except Exception as error:
+            if refused is not None:  # its client may have raised what the server made of it
+                raise refused from error
+            if not (isinstance(error, TimeoutError) and whole.expired()):  # of its own, or between two calls
                 raise
             raise EnvironmentTimeoutError(f"the harness did not return within {self._deadline:g} s") from error
         finally:
             server.sessions.close(session.id, for_good=True)  # a call that comes late begins no other
+        if refused is not None:
+            raise refused
         if reward is None:
             return []
         value = number_of(reward)
