@@ -156,22 +156,6 @@ def test_many_starts_leave_no_file_and_no_process(forks: Forks) -> None:
     assert server.children() == others  # no zombies either
 
 
-def test_a_cancelled_request_is_not_carried_out(forks: Forks) -> None:
-    server = forks.server()
-    forks.start().end()
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        launch, connection = forks.ask(server)
-        launch.cancel()
-        with pytest.raises(CannotFork):
-            launch.wait()
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-    assert forks.start().end() == GONE  # and so the one before has been looked at
-    check_hung_up(connection)
-    launch.cancel()  # too late, and no harm
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["does not answer", "is killed"])
 def test_the_processes_of_a_lost_server_continue_and_the_next_start_has_another(
@@ -356,9 +340,9 @@ def test_the_tail_of_a_log_is_its_last_errors_or_lines(temporary: Path, log: str
 
 
 @contextmanager
-def toy_child(index: int, *words: str, log_folder: Path | None = None) -> Iterator[Child]:
+def toy_child(index: int, *words: str, log_folder: Path | None = None, **changes: str) -> Iterator[Child]:
     """A child that serves, and has printed these words; at the end it and its folder are gone."""
-    one = Child(index, toy_kind, toy_environment(), log_folder)
+    one = Child(index, toy_kind, toy_environment() | changes, log_folder)
     try:
         one.outbox.put(process_replica.configuration({"model": "toy", "start": {"print": " ".join(words)}}))
         assert link.read(one.stream)[0] == "ready"
@@ -434,18 +418,14 @@ def own_forks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary: Path, own_forks: Forks) -> None:
-    one = Child(1, forkable, own_forks.environment(VLLM_WORKER_MULTIPROC_METHOD="spawn"))
-    try:
-        talk(one).send(("report",))
-        report = talk(one).recv()
-        assert (report["ppid"], report["pgid"]) == (os.getpid(), one.process.pid)
-        assert report["environment"][process_replica.FOLDER_VARIABLE] == str(one.folder)
+    with toy_child(1, "hello", VLLM_WORKER_MULTIPROC_METHOD="spawn") as one:
+        child = psutil.Process(one.process.pid)
+        assert (child.ppid(), os.getpgid(child.pid)) == (os.getpid(), child.pid)
+        assert child.environ()[process_replica.FOLDER_VARIABLE] == str(one.folder)
         assert one.log.read_text() == (
-            "torchrl_moe: this replica imports its engine itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nrunning\n"
+            "torchrl_moe: this replica imports its engine itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nhello\n"
         )
         assert fork_server._servers == {}
-    finally:
-        one.end_and_forget()
     assert list(temporary.iterdir()) == []
 
 

@@ -85,13 +85,6 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
     assert second.result(60.0).request_id == "b"
 
 
-def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
-    before = lasting.call(Engine.stats, 5).requests
-    lasting.submit([ids_request("f")])[0].result(60.0)
-    until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1)
-    assert lasting.last_stats == lasting.call(Engine.stats, 5)
-
-
 def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: LocalReplica) -> None:
     with pytest.raises(EngineError, match=r"replica 3 did not answer 'collective_rpc' within 0\.2 s"):
         rpc(lasting, "sleep", 0.6, timeout=0.2)
