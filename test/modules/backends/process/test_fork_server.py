@@ -240,7 +240,7 @@ how, folder = sys.argv[1:]
 forks = Forks(Path(folder))
 os.mkdir(f"{folder}/replica")
 changes = {"TORCHRL_MOE_REPLICA_FOLDER": f"{folder}/replica"}
-pids, code = [], None
+pid, code = None, None
 if how == "ignores its children":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 if how == "is killed while the server imports":
@@ -252,34 +252,27 @@ else:
     preload = "hasty" if how == "is killed, a process is stopped" else "print"
     forked = forks.start(VLLM_TEST_PRELOAD=preload, **changes)
     forked.report()
-    pids, server = [forked.process.pid], forks._servers[0]
+    pid, server = forked.process.pid, forks._servers[0]
 if how == "is killed, a process is stopped":
-    os.kill(pids[0], signal.SIGSTOP)
-if how == "is killed, another process has its sockets":
-    pids.append(os.fork())
-    if not pids[-1]:
-        time.sleep(600)
+    os.kill(pid, signal.SIGSTOP)
 if how == "ignores its children":
     forked.process.kill()
     code = forked.process.wait(60)
-Path(f"{folder}/found").write_text(json.dumps({"server": server.pid, "pids": pids, "code": code}))
+Path(f"{folder}/found").write_text(json.dumps({"server": server.pid, "pid": pid, "code": code}))
 if how.startswith("is killed"):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 WAYS = (
-    "returns",
     "is killed while the server imports",
     "is killed, a process is stopped",
-    "is killed, another process has its sockets",
     "ignores its children",
 )
 DEADLINE = 120.0  # on a machine that is busy
-Drivers = dict[str, tuple[Path, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
-    """What drivers said that have died, and each one's folder, by how they died."""
+@pytest.mark.timeout(600)
+def test_the_server_ends_after_its_driver_and_nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Drivers that return, or have processes that live on, are in ``test_replica.py``."""
     folders = {how: tmp_path_factory.mktemp("driver") for how in WAYS}
     environment = Forks(tmp_path_factory.mktemp("unused")).environment()
     drivers = [
@@ -288,22 +281,12 @@ def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
     ]
     for driver in drivers:
         driver.wait(DEADLINE * 2)
-    found = {how: (folder, json.loads((folder / "found").read_text())) for how, folder in folders.items()}
-    yield found
-    for pid in [pid for _, one in found.values() for pid in one["pids"]]:
-        if not is_gone(pid):
-            psutil.Process(pid).kill()
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", WAYS)
-def test_the_server_ends_after_its_driver_and_nothing_is_left(dead_drivers: Drivers, how: str) -> None:
-    folder, found = dead_drivers[how]
-    for pid in (found["server"], *found["pids"][:1]):
-        until(lambda pid=pid: is_gone(pid), DEADLINE)
-    if how.startswith("is killed"):  # else the driver removes it
-        until(lambda: not (folder / "replica").exists(), DEADLINE)
-    assert found["code"] == (-9 if how == "ignores its children" else None)  # exit codes arrive there, too
+    for how, folder in folders.items():
+        found = json.loads((folder / "found").read_text())
+        until(lambda found=found: all(is_gone(pid) for pid in (found["server"], found["pid"]) if pid), DEADLINE)
+        if how.startswith("is killed"):  # else the driver removes it
+            until(lambda folder=folder: not (folder / "replica").exists(), DEADLINE)
+        assert found["code"] == (-9 if how == "ignores its children" else None)  # exit codes arrive there, too
 
 
 # -- the child --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ from torchrl_moe.modules.backends.ray.actor import (
     ReplicaHost,
     SealedStream,
     TamperedError,
-    actor_environment,
     dial,
 )
 from torchrl_moe.modules.backends.ray.cluster import (
@@ -72,15 +71,6 @@ def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_or_is_secret_st
     assert settings <= environment.keys()
     assert not (others | tokens.keys()) & environment.keys()
     assert secrets_of_environment() == tokens
-
-
-def test_on_cpus_there_is_a_thread_for_each_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the process that started the node
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    environment = actor_environment(ray_service(name="s", cpus=3.0), {"VLLM_LOGGING_LEVEL": "DEBUG"})
-    expected = {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "DEBUG"}
-    assert expected.items() <= environment.items()
-    assert actor_environment(ray_service(name="s", cpus=0.5), {})["OMP_NUM_THREADS"] == "1"
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------

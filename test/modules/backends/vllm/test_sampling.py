@@ -226,7 +226,7 @@ def test_a_step_in_which_nothing_can_be_left_out_computes_none_and_a_mask_needs_
     assert [lift_top_k_rule(engine), lift_top_k_rule(engine)] == [True, False]  # vLLM's frontend has the rule
 
 
-# -- scores of prompts; what they are is in test_real_engine.py and test/contract/test_policy_sampling.py -----------------
+# -- scores of prompts; their values are in test_real_engine.py and test/contract/test_policy_sampling.py --------------
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "extra_args": {"mine": 1}}
 LOGITS = torch.tensor([[0.0, 2.0, 4.0, -2.0], [1.0, 1.0, 1.0, 1.0]])
 
