@@ -106,8 +106,7 @@ kill_process = killing(lambda replica: replica._child.process.pid)
 KINDS = {
     "fake": Kind(make_fake, FakeReplica.die),
     "local": Kind(make_local, kill_process),
-    "ray": Kind(make_ray, killing(lambda replica: pids(replica)[0])),
-    "ray engine": Kind(make_ray, killing(lambda replica: pids(replica)[1])),
+    "ray": Kind(make_ray, killing(lambda replica: pids(replica)[1])),  # of an actor's death: test_ray_replica.py
 }
 REAL = Kind(
     make=lambda: None,
@@ -149,10 +148,10 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     return lasting[name], KINDS.get(name, REAL)
 
 
-@pytest.fixture(params=["fake", "local", "echo", *(pytest.param(name, marks=RAY) for name in ("ray", "ray engine"))])
+@pytest.fixture(params=["fake", "local", "echo", pytest.param("ray", marks=RAY)])
 def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     """A replica to be killed."""
-    if "ray" in request.param:
+    if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     if request.param == "echo":
         engine = request.getfixturevalue("echo_kind")

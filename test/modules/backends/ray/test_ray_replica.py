@@ -381,6 +381,9 @@ def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Mak
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(ReplicaDiedError, match="replica 0 was lost: The actor is dead because its worker process"):
         future.result(60.0)
+    assert not replica.is_alive()
+    (late,) = replica.submit([ids_request("late")])
+    assert isinstance(late.exception(60.0), ReplicaDiedError)
     until(lambda: not group(engine))
     until(lambda: groups_in_use() == [])  # before anybody shuts it down
 

@@ -294,9 +294,9 @@ def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: Asyn
     assert layout is not None
     rows, others = rows_at_random(layout, 300, 1), rows_at_random(layout, 300, 2)
     others[:128] = rows[:128]  # a block of the cache, and not the next one
-    cached = []
-    for one in (rows, rows.astype(np.int16), others, None, None, np.full_like(rows, -1)):
+    cached, nothing = [], np.full_like(rows, -1)
+    for one in (rows, rows.astype(np.int16), others, None, None, nothing):
         completion = follow(engine, [random_ids(77, 300).tolist()], [one])[0]
         cached.append(completion.num_cached_tokens)
-        check_followed(reference, completion, one)
+        check_followed(reference, completion, None if one is nothing else one)
     assert cached == [0, 256, 128, 0, 256, 256]

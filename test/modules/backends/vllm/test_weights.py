@@ -152,33 +152,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterBench:
 
 
 @in_loop
-async def test_new_requests_get_the_new_version_under_a_name_of_its_own(bench: AdapterBench) -> None:
+async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(bench: AdapterBench) -> None:
+    """That each has a name of its own in vLLM's cache is in ``test/weight_update/test_weight_adapters.py``."""
     report = await bench.stage(1)
     assert bench.requests.adapter is None  # loaded, and used by nobody
-    assert 0 < report.fetched <= report.seconds
     assert report.fetched + report.loaded == pytest.approx(report.seconds)
     assert bench.versions.swap(1).paused_seconds == 0.0
     first = bench.requests.adapter
-    assert (first.lora_int_id, first.lora_name) == (FIRST_NUMBER, f"synced-{FIRST_NUMBER}")
-    assert bench.requests.version == 1
-    await bench.update(2)
-    assert bench.requests.adapter.lora_int_id == FIRST_NUMBER + 1
-    assert bench.requests.adapter != first  # vLLM compares names, in its prefix cache too
-    # one that is staged and never used is dropped by the next
-    await bench.stage(3)
-    await bench.stage(4)
-    await bench.until("v2", "v4")
-    late = bench.versions.swap(3)
-    assert (late.started, late.error) == (False, "adapter version 3 is not the one staged last")
-    assert bench.versions.swap(4).error is None
-    assert not bench.versions.swap(4).started  # nothing is staged now
-    await bench.until("v4")
-
-
-@in_loop
-async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(bench: AdapterBench) -> None:
-    await bench.update(1)
-    first = bench.requests.adapter
+    assert (first.lora_int_id, bench.requests.version) == (FIRST_NUMBER, 1)
     bench.requests.used.append(first)
     for version in (2, 3, 4):
         await bench.update(version)
@@ -187,6 +168,15 @@ async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive
     assert (Path(first.lora_path) / "adapter_model.safetensors").read_text() == "v1"  # vLLM may read it again
     bench.requests.used.clear()
     await bench.until("v4")
+    # one that is staged and never used is dropped by the next
+    await bench.stage(5)
+    await bench.stage(6)
+    await bench.until("v4", "v6")
+    late = bench.versions.swap(5)
+    assert (late.started, late.error) == (False, "adapter version 5 is not the one staged last")
+    assert bench.versions.swap(6).error is None
+    assert not bench.versions.swap(6).started  # nothing is staged now
+    await bench.until("v6")
 
 
 @in_loop
