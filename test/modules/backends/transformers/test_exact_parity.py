@@ -72,6 +72,7 @@ def gaps(actor: TransformersWrapper, batch: TensorDictBase) -> Tensor:
         ("qwen3_moe", "R3", {"temperature": 1.3, "top_p": 0.8}),
         pytest.param("mixtral", "R3", {}, marks=pytest.mark.parity),
         pytest.param("olmoe", "none", {}, marks=pytest.mark.parity),
+        pytest.param("qwen3_moe", "R3", {}, marks=pytest.mark.parity),
         pytest.param("qwen3_moe", "R3", {"top_k": 5}, marks=pytest.mark.parity),
     ],
 )
