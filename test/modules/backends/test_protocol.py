@@ -226,6 +226,20 @@ def test_words_that_an_engine_has_not_are_refused() -> None:
         RequestRoutes(LAYOUT, why_unscored="V2").checked(routed(scoring=Scoring()))
 
 
+def test_the_rest_of_an_answer_follows_its_first_part() -> None:
+    recorded = np.array([[[0, 0], [5, 3]]] * 4, np.uint8)  # as vLLM gives them: 0 on a dense layer
+    rows = ABLE.of_part(routed(), output(routed_experts=recorded))
+    assert rows is not None
+    assert rows.dtype == np.int8
+    assert (rows[:, 0] == -1).all()
+    assert (rows[:, 1] == recorded[:, 1]).all()
+    live = routed(on_resume="live")
+    assert ABLE.of_part(routed(), None) is None  # it starts again
+    assert ABLE.of_part(routed(), output()) is None  # its routes were not kept
+    for routes, request in ((ABLE, live), (UNABLE, routed()), (RequestRoutes(None, "no experts"), routed())):
+        assert routes.of_part(request, output(routed_experts=recorded)) is None
+
+
 # -- an engine's verbs about weights -----------------------------------------------------------------------------------
 class Halves(Engine):
     """Weights in two halves, loaded one after the other under a pause; it does nothing else."""
