@@ -106,8 +106,7 @@ kill_process = killing(lambda replica: replica._child.process.pid)
 KINDS = {
     "fake": Kind(make_fake, FakeReplica.die),
     "local": Kind(make_local, kill_process),
-    "ray": Kind(make_ray, killing(lambda replica: pids(replica)[0])),
-    "ray engine": Kind(make_ray, killing(lambda replica: pids(replica)[1])),
+    "ray": Kind(make_ray, killing(lambda replica: pids(replica)[1])),  # of an actor's death: test_ray_replica.py
 }
 REAL = Kind(
     make=lambda: None,
@@ -149,10 +148,10 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     return lasting[name], KINDS.get(name, REAL)
 
 
-@pytest.fixture(params=["fake", "local", "echo", *(pytest.param(name, marks=RAY) for name in ("ray", "ray engine"))])
+@pytest.fixture(params=["fake", "local", "echo", pytest.param("ray", marks=RAY)])
 def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     """A replica to be killed."""
-    if "ray" in request.param:
+    if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     if request.param == "echo":
         engine = request.getfixturevalue("echo_kind")
@@ -232,35 +231,17 @@ def test_a_request_continues_from_what_it_resumes(one: tuple[Replica, Kind]) -> 
     assert made == tokens - 1 + len(fresh.outputs[0].token_ids)
 
 
-def test_a_request_follows_recorded_experts_or_the_reason_against_is_reported(one: tuple[Replica, Kind]) -> None:
+@pytest.mark.parametrize("one", ["local", "echo"], indirect=True)
+def test_an_engine_that_cannot_follow_recorded_experts_refuses_them_with_the_reason(one: tuple[Replica, Kind]) -> None:
+    """Those that can are in ``test/contract/test_engine_service.py``."""
     replica, kind = one
-    info, ids = replica.wait_ready(SECONDS), (65, 66, 67, 68)
-
-    def asked(name: str, rows: Any = None) -> Request:
-        return ids_request(name, ids, sampling_params=kind.quick, routed_experts=rows)
-
-    if info.forced_routing_unavailable_reason:
-        bad, good = replica.submit([asked("bad", np.full((1, 1, 1), -1, np.int8)), *requests(1, kind.quick)])
-        why = f"cannot follow recorded experts: {info.forced_routing_unavailable_reason}"
-        with pytest.raises(ValueError, match=why):
-            bad.result(SECONDS)
-        assert good.result(SECONDS).request_id == "r0"
-        return
-    layout = info.layout
-    assert layout is not None
-    own = done(replica, asked("plain"))[0].outputs[0].routed_experts
-    assert own is not None
-    others = (own[:4].astype(np.int16) + 1) % layout.num_experts  # not what the model chooses
-    others[:, layout.dense_layers] = -1
-    others[0] = -1
-    followed, wrong = replica.submit([asked("followed", others), asked("wrong", others + layout.num_experts)])
-    rows, routed = followed.result(SECONDS).outputs[0].routed_experts, list(layout.moe_layers)
-    assert rows is not None
-    assert (rows.dtype, len(rows)) == (own.dtype, 4 + len(followed.result().outputs[0].token_ids) - 1)
-    assert np.array_equal(np.sort(rows[0, routed]), np.sort(own[0, routed]))
-    assert np.array_equal(np.sort(rows[1:4, routed]), np.sort(others[1:, routed]))
-    with pytest.raises(ValueError, match="routed_experts"):
-        wrong.result(SECONDS)
+    rows = np.full((1, 1, 1), -1, np.int8)
+    asked = ids_request("bad", sampling_params=kind.quick, routed_experts=rows)
+    bad, good = replica.submit([asked, *requests(1, kind.quick)])
+    why = replica.wait_ready(SECONDS).forced_routing_unavailable_reason
+    with pytest.raises(ValueError, match=f"cannot follow recorded experts: {why}"):
+        bad.result(SECONDS)
+    assert why and good.result(SECONDS).request_id == "r0"
 
 
 def test_an_id_in_flight_is_refused_and_is_free_afterwards(one: tuple[Replica, Kind]) -> None:
@@ -288,40 +269,32 @@ def test_an_abort_cuts_those_it_names_and_no_other(one: tuple[Replica, Kind]) ->
 
 
 # -- pauses -----------------------------------------------------------------------------------------------------------
-def test_keep_freezes_what_runs_and_a_resume_finishes_it(one: tuple[Replica, Kind]) -> None:
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_freezes_cuts_or_lets_finish_what_runs_and_holds_what_comes(
+    one: tuple[Replica, Kind], mode: Any
+) -> None:
     replica, kind = one
-    with paused(replica):
-        futures = replica.submit(requests(3, kind.quick))
-        assert not wait_futures(futures, 0.5).done
-    assert not any(future.result(SECONDS).aborted for future in futures)
-
-
-@pytest.mark.parametrize("heard", [True, False])
-def test_abort_cuts_what_runs_and_what_the_engine_is_still_taking_in(one: tuple[Replica, Kind], heard: bool) -> None:
-    replica, kind = one
-    if heard:
-        replica.call(Engine.pause, SECONDS, "keep", False)  # or all could be over before
+    replica.call(Engine.pause, SECONDS, "keep", False)  # or all could be over before
     futures = replica.submit(requests(3, kind.slow))
-    if heard:
-        replica.call(Engine.stats, SECONDS)  # the engine has heard of them
-        replica.call(Engine.resume, SECONDS)
-    with paused(replica, "abort"):
-        assert not wait_futures(futures, SECONDS).not_done
+    replica.call(Engine.stats, SECONDS)  # the engine has heard of them
+    replica.call(Engine.resume, SECONDS)
+    if mode == "wait":
+        until(lambda: replica.call(Engine.stats, SECONDS).running, SECONDS)
+    with paused(replica, mode):
+        if mode != "keep":
+            assert not wait_futures(futures, SECONDS).not_done
         (later,) = replica.submit(requests(1, kind.quick, "later"))
-        assert not wait_futures([later], 0.3).done
-    assert all(future.result().aborted for future in futures)
+        assert not wait_futures([later, *(futures if mode == "keep" else [])], 0.3).done
+    assert [future.result(SECONDS).aborted for future in futures] == [mode == "abort"] * 3
     assert not later.result(SECONDS).aborted
 
 
-def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kind]) -> None:
+def test_an_abort_cuts_what_the_engine_is_still_taking_in(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     futures = replica.submit(requests(3, kind.slow))
-    until(lambda: replica.call(Engine.stats, SECONDS).running, SECONDS)
-    with paused(replica, "wait"):
-        assert not any(future.result(1.0).aborted for future in futures)
-        (held,) = replica.submit(requests(1, kind.quick, "held"))
-        assert not wait_futures([held], 0.3).done
-    assert not held.result(SECONDS).aborted
+    with paused(replica, "abort"):
+        assert not wait_futures(futures, SECONDS).not_done
+    assert all(future.result().aborted for future in futures)
 
 
 def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Replica, Kind]) -> None:
@@ -351,21 +324,6 @@ def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: t
         replica.call(no_such_thing, SECONDS)
     assert not isinstance(caught.value, ReplicaDiedError)
     assert replica.submit(requests(1, kind.quick))[0].result(SECONDS).request_id == "r0"
-
-
-def test_stats_count_what_was_done(one: tuple[Replica, Kind]) -> None:
-    replica, kind = one
-
-    def counts() -> Any:
-        stats = replica.call(Engine.stats, SECONDS)
-        return np.array([stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens])
-
-    before = counts()
-    (completion,) = done(replica, *requests(1, kind.quick))
-    tokens = sum(len(output.token_ids) for output in completion.outputs)
-    assert tokens > 0
-    for _ in range(2):
-        assert (counts() - before).tolist() == [1, 1, 2, tokens]
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import math
 import pickle
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import torchrl_moe
 from support.loops import in_loop
 from torchrl_moe.data import KeptTokens, RoutingLayout
 from torchrl_moe.data.kept_tokens import dense_mask
@@ -30,13 +28,12 @@ from torchrl_moe.modules.backends.checkpoint import (
     tokenizer_files,
 )
 from torchrl_moe.modules.backends.engine import CALLER, Engine, compare_log_probs
-from torchrl_moe.modules.backends.engine_kind import EngineKind, engine_kind, with_own_seed
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionOutput,
     KeptIds,
-    ReplicaStats,
     Request,
     Scoring,
     StageReport,
@@ -47,8 +44,6 @@ from torchrl_moe.modules.backends.replica import (
     without_known_rows,
 )
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
-from torchrl_moe.modules.backends.transformers import transformers_arguments
-from torchrl_moe.modules.backends.vllm import engine_args
 from torchrl_moe.store.manifest import NAMES
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
@@ -69,20 +64,6 @@ def completion(*outputs: CompletionOutput) -> Completion:
     return Completion(
         request_id="r", prompt=None, prompt_token_ids=np.array([1, 2, 3]), num_cached_tokens=1, outputs=list(outputs)
     )
-
-
-def test_what_the_data_says_of_itself() -> None:
-    assert [completion(output(0), output(1, reason)).aborted for reason in ("length", "abort")] == [False, True]
-    assert not completion().aborted
-    for params, n in (({"n": 2}, 2), (SimpleNamespace(n=2), 2), (None, None)):
-        request = Request(request_id="r", sampling_params=params, prompt="hi")
-        assert (request.param("n"), request.param("logprobs")) == (n, None)
-    assert [ReplicaStats(cache_queries=asked, cache_hits=2).hit_rate for asked in (0, 8)] == [0.0, 0.25]
-    # a repr shows counts and shapes, not arrays
-    bare = "CompletionOutput(index=0, tokens=2, text='hi', finish_reason='stop', routed_experts=None)"
-    assert repr(output()) == bare
-    assert "routed_experts=[4, 3, 2])" in repr(output(1, routed_experts=np.zeros((4, 3, 2), np.uint8)))
-    assert repr(completion(output())) == f"Completion(request_id='r', prompt_tokens=3, cached=1, outputs=[{bare}])"
 
 
 def test_rows_that_the_caller_has_are_left_out() -> None:
@@ -410,24 +391,21 @@ def test_the_largest_difference_is_named(got: list[float], words: str) -> None:
 
 
 # -- what an engine may leave out --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("verb", "arguments", "message"),
-    [
-        (Engine.sleep, (1, "keep"), "this engine has no sleep mode"),
-        (Engine.wake_up, (None,), "this engine has no sleep mode"),
-        (Engine.collective_rpc, ("x", (), None), "this engine has no workers to call"),
-        (Engine.tokenizer, (), "this engine has no tokenizer"),
-        (Engine.metadata, (), "this engine has no checkpoint"),
-        (Engine.init_weights, ("memmap", {}), "this engine has no weights to update"),
-        (Engine.stage_weights, (1, "digest", 1, None), "this engine has no weights to update"),
-    ],
-)
 @in_loop
-async def test_what_an_engine_leaves_out_is_refused(verb: Any, arguments: tuple[Any, ...], message: str) -> None:
+async def test_what_an_engine_leaves_out_is_refused() -> None:
     engine = Halves()
     engine.updates = None
-    with pytest.raises(ValueError, match=message):
-        await verb(engine, *arguments)
+    for asked, lacks in (
+        (engine.sleep(1, "keep"), "sleep mode"),
+        (engine.wake_up(None), "sleep mode"),
+        (engine.collective_rpc("x", (), None), "workers to call"),
+        (engine.tokenizer(), "tokenizer"),
+        (engine.metadata(), "checkpoint"),
+        (engine.init_weights("memmap", {}), "weights to update"),
+        (engine.stage_weights(1, "digest", 1, None), "weights to update"),
+    ):
+        with pytest.raises(ValueError, match=f"this engine has no {lacks}"):
+            await asked
 
 
 # -- which engine ------------------------------------------------------------------------------------------------------
@@ -448,46 +426,18 @@ def test_a_module_that_is_no_engine_is_refused_by_name(tmp_path: Path, monkeypat
         kind.arguments_of("model")
 
 
-@pytest.mark.parametrize(("name", "module"), [("vllm", engine_args), ("transformers", transformers_arguments)])
-def test_ours_have_all_that_a_kind_has_and_their_programs_are_there(name: str, module: Any) -> None:
-    found = engine_kind(name)
-    every = [one for one in vars(EngineKind) if not one.startswith("_")]
-    own = [one for one in every if hasattr(module, one)]
-    assert all(getattr(found, one) is getattr(module, one) for one in ("PROGRAM", *own))
-    if name == "transformers":  # which says no more than it must
-        assert (found.seeded, found.devices_per_replica({})) == (with_own_seed, 1)
-    else:
-        assert own == every
-    path = Path(torchrl_moe.__file__).parents[1].joinpath(*found.PROGRAM.split(".")).with_suffix(".py")
-    text = path.read_text()
-    assert "\ndef preload(" in text and "\ndef run(" in text
-
-
 # -- checkpoints and tokenizers ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("family", "dtype", "shard"),
-    [("qwen3_moe", torch.float32, "1GB"), ("deepseek_v3", torch.bfloat16, "1GB"), ("mixtral", torch.float32, "200KB")],
-)
-def test_metadata_is_what_safetensors_loads(tmp_path: Path, family: str, dtype: torch.dtype, shard: str) -> None:
-    make_tiny_moe(family, dtype=dtype).save_pretrained(tmp_path, max_shard_size=shard)
+@pytest.mark.parametrize("shard", ["1GB", "200KB"])
+def test_metadata_is_what_safetensors_loads_and_other_formats_of_the_same_weights_are_not_counted(
+    tmp_path: Path, shard: str
+) -> None:
+    make_tiny_moe("deepseek_v3", dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
     files = [load_file(file) for file in tmp_path.glob("*.safetensors")]
     assert (len(files) > 1) == (shard == "200KB")
+    save_file({"layers.0.w1": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
     expected = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.items()}
     assert checkpoint_metadata(tmp_path) == expected
-    assert {kind for kind, _ in expected.values()} >= {dtype}
-
-
-def test_the_same_weights_in_another_format_beside_the_model_are_not_counted(tmp_path: Path) -> None:
-    single, sharded = tmp_path / "single", tmp_path / "sharded"
-    for folder in (single, sharded):
-        folder.mkdir()
-        save_file({"layers.0.w1": torch.zeros(2)}, folder / "consolidated.safetensors")
-    save_file({"model.a": torch.zeros(2)}, single / "model.safetensors")
-    assert list(checkpoint_metadata(single)) == ["model.a"]
-    save_file({"model.a": torch.zeros(2)}, sharded / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert list(checkpoint_metadata(sharded)) == ["model.a"]
+    assert {kind for kind, _ in expected.values()} == {torch.bfloat16, torch.float32}  # correction biases are wide
 
 
 def test_every_dtype_that_torch_can_save_is_known(tmp_path: Path) -> None:

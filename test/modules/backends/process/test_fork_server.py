@@ -156,22 +156,6 @@ def test_many_starts_leave_no_file_and_no_process(forks: Forks) -> None:
     assert server.children() == others  # no zombies either
 
 
-def test_a_cancelled_request_is_not_carried_out(forks: Forks) -> None:
-    server = forks.server()
-    forks.start().end()
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        launch, connection = forks.ask(server)
-        launch.cancel()
-        with pytest.raises(CannotFork):
-            launch.wait()
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-    assert forks.start().end() == GONE  # and so the one before has been looked at
-    check_hung_up(connection)
-    launch.cancel()  # too late, and no harm
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["does not answer", "is killed"])
 def test_the_processes_of_a_lost_server_continue_and_the_next_start_has_another(
@@ -256,7 +240,7 @@ how, folder = sys.argv[1:]
 forks = Forks(Path(folder))
 os.mkdir(f"{folder}/replica")
 changes = {"TORCHRL_MOE_REPLICA_FOLDER": f"{folder}/replica"}
-pids, code = [], None
+pid, code = None, None
 if how == "ignores its children":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 if how == "is killed while the server imports":
@@ -268,34 +252,27 @@ else:
     preload = "hasty" if how == "is killed, a process is stopped" else "print"
     forked = forks.start(VLLM_TEST_PRELOAD=preload, **changes)
     forked.report()
-    pids, server = [forked.process.pid], forks._servers[0]
+    pid, server = forked.process.pid, forks._servers[0]
 if how == "is killed, a process is stopped":
-    os.kill(pids[0], signal.SIGSTOP)
-if how == "is killed, another process has its sockets":
-    pids.append(os.fork())
-    if not pids[-1]:
-        time.sleep(600)
+    os.kill(pid, signal.SIGSTOP)
 if how == "ignores its children":
     forked.process.kill()
     code = forked.process.wait(60)
-Path(f"{folder}/found").write_text(json.dumps({"server": server.pid, "pids": pids, "code": code}))
+Path(f"{folder}/found").write_text(json.dumps({"server": server.pid, "pid": pid, "code": code}))
 if how.startswith("is killed"):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 WAYS = (
-    "returns",
     "is killed while the server imports",
     "is killed, a process is stopped",
-    "is killed, another process has its sockets",
     "ignores its children",
 )
 DEADLINE = 120.0  # on a machine that is busy
-Drivers = dict[str, tuple[Path, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
-    """What drivers said that have died, and each one's folder, by how they died."""
+@pytest.mark.timeout(600)
+def test_the_server_ends_after_its_driver_and_nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Drivers that return, or have processes that live on, are in ``test_replica.py``."""
     folders = {how: tmp_path_factory.mktemp("driver") for how in WAYS}
     environment = Forks(tmp_path_factory.mktemp("unused")).environment()
     drivers = [
@@ -304,22 +281,12 @@ def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
     ]
     for driver in drivers:
         driver.wait(DEADLINE * 2)
-    found = {how: (folder, json.loads((folder / "found").read_text())) for how, folder in folders.items()}
-    yield found
-    for pid in [pid for _, one in found.values() for pid in one["pids"]]:
-        if not is_gone(pid):
-            psutil.Process(pid).kill()
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", WAYS)
-def test_the_server_ends_after_its_driver_and_nothing_is_left(dead_drivers: Drivers, how: str) -> None:
-    folder, found = dead_drivers[how]
-    for pid in (found["server"], *found["pids"][:1]):
-        until(lambda pid=pid: is_gone(pid), DEADLINE)
-    if how.startswith("is killed"):  # else the driver removes it
-        until(lambda: not (folder / "replica").exists(), DEADLINE)
-    assert found["code"] == (-9 if how == "ignores its children" else None)  # exit codes arrive there, too
+    for how, folder in folders.items():
+        found = json.loads((folder / "found").read_text())
+        until(lambda found=found: all(is_gone(pid) for pid in (found["server"], found["pid"]) if pid), DEADLINE)
+        if how.startswith("is killed"):  # else the driver removes it
+            until(lambda folder=folder: not (folder / "replica").exists(), DEADLINE)
+        assert found["code"] == (-9 if how == "ignores its children" else None)  # exit codes arrive there, too
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
@@ -356,9 +323,9 @@ def test_the_tail_of_a_log_is_its_last_errors_or_lines(temporary: Path, log: str
 
 
 @contextmanager
-def toy_child(index: int, *words: str, log_folder: Path | None = None) -> Iterator[Child]:
+def toy_child(index: int, *words: str, log_folder: Path | None = None, **changes: str) -> Iterator[Child]:
     """A child that serves, and has printed these words; at the end it and its folder are gone."""
-    one = Child(index, toy_kind, toy_environment(), log_folder)
+    one = Child(index, toy_kind, toy_environment() | changes, log_folder)
     try:
         one.outbox.put(process_replica.configuration({"model": "toy", "start": {"print": " ".join(words)}}))
         assert link.read(one.stream)[0] == "ready"
@@ -434,18 +401,14 @@ def own_forks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary: Path, own_forks: Forks) -> None:
-    one = Child(1, forkable, own_forks.environment(VLLM_WORKER_MULTIPROC_METHOD="spawn"))
-    try:
-        talk(one).send(("report",))
-        report = talk(one).recv()
-        assert (report["ppid"], report["pgid"]) == (os.getpid(), one.process.pid)
-        assert report["environment"][process_replica.FOLDER_VARIABLE] == str(one.folder)
+    with toy_child(1, "hello", VLLM_WORKER_MULTIPROC_METHOD="spawn") as one:
+        child = psutil.Process(one.process.pid)
+        assert (child.ppid(), os.getpgid(child.pid)) == (os.getpid(), child.pid)
+        assert child.environ()[process_replica.FOLDER_VARIABLE] == str(one.folder)
         assert one.log.read_text() == (
-            "torchrl_moe: this replica imports its engine itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nrunning\n"
+            "torchrl_moe: this replica imports its engine itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nhello\n"
         )
         assert fork_server._servers == {}
-    finally:
-        one.end_and_forget()
     assert list(temporary.iterdir()) == []
 
 

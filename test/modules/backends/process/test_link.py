@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.waiting import HOUR, until
-from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.replica import (
@@ -28,14 +27,8 @@ from torchrl_moe.modules.backends.replica import (
     CompletionMetrics,
     CompletionOutput,
     KeptIds,
-    ProbeReport,
-    ReplicaInfo,
-    ReplicaStats,
     Request,
     Scoring,
-    StageReport,
-    SwapReport,
-    WeightClaim,
 )
 
 
@@ -62,27 +55,6 @@ def test_plain_data_comes_out_as_it_went_in(value: Any) -> None:
     again = decoded(value)
     assert again == value
     assert repr(again) == repr(value)  # 1 is not True, nor 1.0
-
-
-LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
-
-
-@pytest.mark.parametrize(
-    "carrier",
-    [
-        ReplicaInfo(model="m", layout=LAYOUT, max_model_len=8, dtype="bfloat16"),
-        ReplicaInfo(model="m", layout=None, max_model_len=8),
-        ReplicaStats(running=3, cache_usage=0.5, step_at=1.5),
-        StageReport(seconds=1.0, nbytes=7, digest="d", loaded=0.5),
-        SwapReport(started=False, error="no"),
-        ProbeReport(core_answered=True, cpu_seconds=2.0),
-        WeightClaim(granted=True, owner="me"),
-    ],
-)
-def test_a_carrier_of_ours_comes_out_as_itself(carrier: Any) -> None:
-    assert decoded(carrier) == carrier
-    tag, value = link.tagged(carrier)
-    assert link.untagged(tag, decoded([value])[0]) == carrier  # inside another message, as a verb's value
 
 
 class Mode(Enum):

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 
-from support.processes import group, ids_request, process_of, toy_environment, toy_replica
+from support.processes import group, ids_request, is_gone, process_of, toy_environment, toy_replica
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
@@ -83,13 +83,6 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
     first, second = lasting.submit([*waiting("a", seconds=0.1), *waiting("b", seconds=0.2)])
     assert first.cancel()
     assert second.result(60.0).request_id == "b"
-
-
-def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
-    before = lasting.call(Engine.stats, 5).requests
-    lasting.submit([ids_request("f")])[0].result(60.0)
-    until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1)
-    assert lasting.last_stats == lasting.call(Engine.stats, 5)
 
 
 def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: LocalReplica) -> None:
@@ -260,10 +253,11 @@ if how != "starting":
     replica.wait_ready(120)
     replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 if how == "forked" and os.fork() == 0:  # holds the driver's end of the socket open
-    os.write(1, b"%d\\n" % os.getpid())  # in one piece: two processes write here
+    os.write(1, b"forked %d\\n" % os.getpid())  # in one piece: two processes write here
     time.sleep(60)
     os._exit(0)
-os.write(1, b"%d\\n" % process_of(replica).pid)
+engine = process_of(replica)
+os.write(1, b"engine %d %d\\n" % (engine.pid, engine.ppid()))
 if how == "raises":
     raise SystemExit("the user's script failed")
 time.sleep(60)
@@ -281,14 +275,14 @@ def test_a_driver_that_ends_takes_its_engines_with_it(how: str, tmp_path: Path) 
         text=True,
     ) as process:
         assert process.stdout is not None
-        pids = [int(process.stdout.readline()) for _ in range(2 if how == "forked" else 1)]
+        lines = [process.stdout.readline().split() for _ in range(2 if how == "forked" else 1)]
+        pids = {name: list(map(int, found)) for name, *found in lines}
+        engine, server = pids["engine"]
         if how == "raises":
             _, errors = process.communicate(timeout=START)
             assert "Exception ignored" not in errors
             assert "the user's script failed" in errors
-            engine = pids[0]
         else:
-            (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
             until(lambda: len(group(engine)) == 2, START)
         if how == "a process is stopped":
             (sleeper,) = [member.pid for member in group(engine) if member.pid != engine]
@@ -296,9 +290,9 @@ def test_a_driver_that_ends_takes_its_engines_with_it(how: str, tmp_path: Path) 
             until(lambda: psutil.Process(sleeper).status() == psutil.STATUS_STOPPED)
         process.kill()
         process.wait(60.0)
-    until(lambda: not group(engine))
+    until(lambda: not group(engine) and is_gone(server))
     until(lambda: list(tmp_path.iterdir()) == [])  # the leader was there to clear up
-    for forked in set(pids) - {engine}:
+    for forked in pids.get("forked", []):
         os.kill(forked, signal.SIGKILL)
 
 

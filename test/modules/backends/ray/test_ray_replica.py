@@ -94,18 +94,6 @@ def long_request(replica: RayReplica) -> Any:
     return replica.submit([ids_request("x", sampling_params={"seconds": 3600})])[0]
 
 
-def test_two_drivers_may_use_the_same_ids_and_calls_at_the_same_time(two: tuple[RayReplica, RayReplica]) -> None:
-    def sent(first: int) -> Any:
-        return [ids_request(f"r{i}", (first, i), sampling_params={"seconds": 0.2}) for i in range(30)]
-
-    futures = [replica.submit(sent(10 * k)) for k, replica in enumerate(two)]
-    for k in range(2):
-        done = [(one.request_id, one.outputs[0].token_ids.tolist()) for one in (f.result(60.0) for f in futures[k])]
-        assert done == [(f"r{i}", [10 * k + 1, i + 1]) for i in range(30)]
-    answers = [replica.call(Engine.collective_rpc, 10, "echo", (k,), None) for k, replica in enumerate(two)]
-    assert answers == [[["echo", [0], None]], [["echo", [1], None]]]
-
-
 def test_who_leaves_fails_what_he_waits_for_and_the_other_continues(two: tuple[RayReplica, RayReplica]) -> None:
     stays, leaves = two
     future = long_request(leaves)
@@ -155,14 +143,6 @@ def ended_link(places: bool) -> ActorLink:
     link = ActorLink(0, SERVICE, 0, places)
     until(lambda: link.reason)
     return link
-
-
-def test_a_guest_places_nothing_in_the_place_of_an_actor_that_is_gone(fake: FakeCluster) -> None:
-    link = ended_link(places=False)
-    assert link.reason == "could not be reached: it has no actor 'policy-replica-0'"
-    assert fake.asked == 0
-    link.destroy()
-    assert (fake.killed, fake.removed) == ([], [])
 
 
 @pytest.mark.parametrize("was_there", [True, False], ids=["restarted", "came-later"])
@@ -226,22 +206,14 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
         link.end_and_forget()
 
 
-def test_who_joins_places_no_actor(fake: FakeCluster) -> None:
+def test_who_joins_places_no_actor_and_ends_none(fake: FakeCluster) -> None:
     replica = RayReplica(2, ray_service(name="s", detached=True))
     replica.join()
     said = "replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
     with pytest.raises(ReplicaDiedError, match=said):
         replica.wait_ready(20)
-    assert fake.asked == 0
-
-
-def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
-    replica = RayReplica(5, ray_service(name="s"))
     replica.shutdown()
-    replica.disconnect()
-    assert not replica.is_alive()
-    with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
-        replica.call(Engine.stats, 1)
+    assert (fake.asked, fake.killed, fake.removed) == (0, [], [])
 
 
 # -- in a cluster -----------------------------------------------------------------------------------------------------
@@ -409,6 +381,9 @@ def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Mak
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(ReplicaDiedError, match="replica 0 was lost: The actor is dead because its worker process"):
         future.result(60.0)
+    assert not replica.is_alive()
+    (late,) = replica.submit([ids_request("late")])
+    assert isinstance(late.exception(60.0), ReplicaDiedError)
     until(lambda: not group(engine))
     until(lambda: groups_in_use() == [])  # before anybody shuts it down
 

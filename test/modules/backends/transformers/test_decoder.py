@@ -165,21 +165,6 @@ def test_an_answer_ends(
     assert output.text.replace(TOKENIZER.eos_token, "<eos>") == text
 
 
-# -- what is known of its tokens --------------------------------------------------------------------------------------
-def test_rows_are_of_all_tokens_but_the_last_as_engines_give_them() -> None:
-    one = growing()
-    assert one.output(True).routed_experts is None  # nothing was generated
-    one.add_rows(np.array([row(0, 1), row(2, 3), row(4, 5)], np.int16))
-    grow(one, [10])
-    one.add_rows(np.array([row(6, 7)], np.int16))
-    grow(one, [11])
-    rows = one.output(True).routed_experts
-    assert rows is not None and rows.dtype == np.uint8
-    assert rows.tolist() == [[[0, 0], pair] for pair in ([0, 1], [2, 3], [4, 5], [6, 7])]
-    assert one.output(False).routed_experts is None
-    assert growing(layout=None).output(True).routed_experts is None
-
-
 # -- reading again ----------------------------------------------------------------------------------------------------
 def given(**fields: Any) -> CompletionOutput:
     defaults: dict[str, Any] = {

@@ -68,10 +68,12 @@ def gaps(actor: TransformersWrapper, batch: TensorDictBase) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "replay", "sampling"),
     [
-        ("mixtral", "R3", {}),
-        ("olmoe", "none", {}),
         ("qwen3_moe", "none", {}),
-        *(("qwen3_moe", "R3", sampling) for sampling in ({}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.8})),
+        ("qwen3_moe", "R3", {"temperature": 1.3, "top_p": 0.8}),
+        pytest.param("mixtral", "R3", {}, marks=pytest.mark.parity),
+        pytest.param("olmoe", "none", {}, marks=pytest.mark.parity),
+        pytest.param("qwen3_moe", "R3", {}, marks=pytest.mark.parity),
+        pytest.param("qwen3_moe", "R3", {"top_k": 5}, marks=pytest.mark.parity),
     ],
 )
 def test_log_probs_are_equal_bit_by_bit(
@@ -85,16 +87,6 @@ def test_log_probs_are_equal_bit_by_bit(
     assert float(found.max()) == 0.0
     # with gradients too: what a loss reads is the same
     assert float(gaps(actor, batch).detach().max()) == 0.0
-
-
-def test_an_answers_log_probs_do_not_depend_on_the_others(started: Started, shelf: EngineShelf) -> None:
-    batch = answers(started("qwen3_moe", parity="exact"))
-    actor = TransformersWrapper(model_of(shelf, "qwen3_moe"), replay="R3", pad_model_input=WIDTH)
-    with torch.no_grad():
-        together = actor.score(batch.copy(), entropy=False)[0]
-        for i in (0, 4, 8):
-            alone = actor.score(batch[i : i + 1].copy(), entropy=False)[0][0]
-            assert torch.equal(together[i, together.shape[1] - len(alone) :], alone)
 
 
 def test_scores_in_rows_of_fixed_width_are_the_usual_ones_to_rounding(shelf: EngineShelf) -> None:

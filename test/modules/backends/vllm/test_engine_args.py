@@ -113,7 +113,6 @@ def set_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("max_model_length", 8, r"no engine argument max_model_length=8: do you mean max_model_len\?"),
         ("foo", 1, "no engine argument foo=1; vllm serve --help=all lists them"),
         ("max_model_len", "abc", "max_model_len='abc': .* is int, not text"),
         ("tensor_parallel_size", "two", "tensor_parallel_size must be an integer from 1 to 65536, or None, got 'two'"),
@@ -422,19 +421,3 @@ def test_a_family_that_makes_its_routers_otherwise_is_refused() -> None:
     said = r"AriaForConditionalGeneration makes the routers of 2 layer\(s\), such as model\.layers\.1,"
     with pytest.raises(ValueError, match=said):
         asyncio.run(check_routers(engine))
-
-
-def test_what_a_model_holds_is_told_by_checkpoint_names() -> None:
-    from torchrl_moe.modules.backends.vllm.router_dtype import held_dtypes
-
-    model: Any = nn.Module()
-    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    model.layer = nn.ModuleDict(
-        {
-            "qkv_proj": nn.Linear(2, 2, dtype=torch.bfloat16),
-            "gate": nn.Linear(2, 2),
-            "experts": nn.ParameterDict({"w13_weight": nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))}),
-        }
-    )
-    names = ["layer.k_proj.weight", "layer.gate.weight", "layer.experts.3.up_proj.weight", "layer.A_log"]
-    assert held_dtypes(model, names) == {names[0]: "bfloat16", names[1]: "float32", names[2]: "float16"}

@@ -112,21 +112,11 @@ def test_what_the_group_computes_and_whether_it_is_stopped(leader: subprocess.Po
 PAUSE, SLEEP, KEEP = ("pause", "wait", True), ("sleep", 1, "keep"), ("pause", "keep", False)
 
 
-class SleepyLLM(FakeLLM):
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        await super().pause_generation(mode=mode, clear_cache=clear_cache)
-        self.is_paused = True
-
-    async def resume_generation(self) -> None:
-        await super().resume_generation()
-        self.is_paused = False
-
-
 class Sleeper(EngineWeights):
-    """A sleeper over a fake engine that knows whether it is paused."""
+    """A sleeper over a fake engine."""
 
     def __init__(self) -> None:
-        super().__init__(SleepyLLM(), dict)
+        super().__init__(FakeLLM(), dict)
 
     async def update(self, version: int = 7) -> SwapReport:
         return await self.swap(version, "keep", False, None, math.inf)
@@ -192,7 +182,7 @@ async def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_us
     assert (await swap).error is None
     await sleep
     await sleeper.wake_up(None)
-    assert not sleeper.engine.is_paused
+    assert sleeper.log[-3:] == [SLEEP, ("wake_up", ["kv_cache", "weights"]), "resume"]
 
 
 @in_loop

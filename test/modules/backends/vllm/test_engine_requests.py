@@ -447,18 +447,6 @@ async def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut
 
 
 @in_loop
-async def test_what_the_users_own_pause_cuts_stays_cut(bench: Bench) -> None:
-    await bench.swap(1)
-    await bench.start()
-    await bench.engine.step(2)
-    await bench.engine.pause_generation(mode="abort", clear_cache=False)
-    await asyncio.sleep(0.01)
-    (output,) = bench.done["r"].outputs
-    check(output, 1, 1)
-    assert output.finish_reason == "abort"
-
-
-@in_loop
 async def test_an_error_while_it_continues_refuses_the_request(bench: Bench) -> None:
     """As does one with which vLLM ends an answer, where no token fits its grammar."""
     await bench.start("error", n=2)
@@ -541,30 +529,25 @@ async def test_requests_keep_their_adapter_until_whole_weights_come(bench: Bench
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------
 @pytest.mark.parametrize("swapped", [False, True])
 @in_loop
-async def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(bench: Bench, swapped: bool) -> None:
+async def test_requests_that_come_in_a_pause_are_asked_for_again_once_it_is_over_or_aborted(
+    bench: Bench, swapped: bool
+) -> None:
     """In one that takes no requests, which a swap that aborts makes of the user's own."""
     await bench.weights.pause("keep" if swapped else "wait", False)
     if swapped:
         await bench.swap(1)
     bench.engine.refuses = True
     await bench.start(max_tokens=2)
+    await bench.start("aborted", n=2, max_tokens=2)
     await asyncio.sleep(0.05)
-    assert bench.engine.refused == 1  # it waits, and does not ask time and again
+    assert bench.engine.refused == 2  # they wait, and do not ask time and again
     assert not bench.engine.asked
+    bench.requests.abort(["aborted"])
+    async with asyncio.timeout(10.0):
+        while "aborted" not in bench.done:
+            await asyncio.sleep(0.001)
+    assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["aborted"].outputs] == [("abort", 0)] * 2
     await bench.weights.resume()
     await bench.finish()
     check(bench.done["r"].outputs[0], *[int(swapped)] * 2)
     assert not bench.refused
-
-
-@pytest.mark.parametrize("answers", [1, 2])
-@in_loop
-async def test_a_request_that_was_refused_in_a_pause_can_be_aborted(bench: Bench, answers: int) -> None:
-    await bench.weights.pause("abort", False)
-    bench.engine.refuses = True
-    await bench.start(n=answers, max_tokens=2)
-    bench.requests.abort(["r"])
-    async with asyncio.timeout(10.0):
-        while len(bench.requests):
-            await asyncio.sleep(0.001)
-    assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["r"].outputs] == [("abort", 0)] * answers

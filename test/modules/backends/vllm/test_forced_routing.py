@@ -444,39 +444,6 @@ def test_a_reset_gives_the_blocks_of_what_is_read_again_other_names(
     assert request.block_hashes == names
 
 
-# -- the prefix cache -------------------------------------------------------------------------------------------------
-ROWS_OF_BLOCKS = np.arange(5 * 2 * 2).reshape(5, 2, 2) % 8
-
-
-def keys_of(rows: Any, start: int, stop: int, salt: str | None = None) -> Any:
-    """The extra keys of one block of a request of vLLM's, which follows these rows."""
-    from vllm.v1.core import block_pool, kv_cache_utils
-
-    from torchrl_moe.modules.backends.vllm import forced_routing
-
-    forced_routing._key_blocks_by_rows()
-    ours = kv_cache_utils.generate_block_hash_extra_keys
-    forced_routing._key_blocks_by_rows()
-    assert kv_cache_utils.generate_block_hash_extra_keys is ours is block_pool.generate_block_hash_extra_keys
-    none = {"lora_request": None, "mm_features": [], "prompt_embeds": None}
-    return ours(SimpleNamespace(torchrl_moe_forced=Forced(rows=rows), cache_salt=salt, **none), start, stop, 0)[0]
-
-
-def test_a_block_is_named_by_the_rows_in_it() -> None:
-    first = keys_of(ROWS_OF_BLOCKS, 0, 4)
-    assert len(first) == 1 and first == keys_of(ROWS_OF_BLOCKS.astype(np.int8), 0, 4)
-    other = ROWS_OF_BLOCKS.copy()
-    other[2, 1] = other[2, 1, ::-1]
-    assert keys_of(other, 0, 4) != first
-    assert keys_of(ROWS_OF_BLOCKS, 4, 8) not in (None, first)  # a row of four
-
-
-@pytest.mark.parametrize(("rows", "start"), [(None, 0), (ROWS_OF_BLOCKS, 8), (np.full((5, 2, 2), -1), 0)])
-def test_a_block_that_follows_nothing_is_anybodys(rows: Any, start: int) -> None:
-    assert keys_of(rows, start, start + 4) is None
-    assert keys_of(rows, start, start + 4, "salt") == (None if start else (("cache_salt", "salt"),))
-
-
 # -- the question that tries new weights ------------------------------------------------------------------------------
 PLACES = 4
 Make = Callable[..., Steps]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules.backends.process import link
@@ -18,11 +16,9 @@ from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Requ
 from torchrl_moe.modules.backends.vllm.continuation import can_continue, join, request_for_rest, sampling_for_rest
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
-    adjust_scores,
     adjusted,
     check_bad_words,
     lift_top_k_rule,
-    prompt_logprobs,
     report_kept,
     scoring_params,
 )
@@ -230,10 +226,9 @@ def test_a_step_in_which_nothing_can_be_left_out_computes_none_and_a_mask_needs_
     assert [lift_top_k_rule(engine), lift_top_k_rule(engine)] == [True, False]  # vLLM's frontend has the rule
 
 
-# -- scores of prompts ------------------------------------------------------------------------------------------------
+# -- scores of prompts; their values are in test_real_engine.py and test/contract/test_policy_sampling.py --------------
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "extra_args": {"mine": 1}}
 LOGITS = torch.tensor([[0.0, 2.0, 4.0, -2.0], [1.0, 1.0, 1.0, 1.0]])
-KEPT = KeptIds(np.array([1, 2, 0], np.int32), np.array([0, 0, 2, -1, 0], np.int32))
 
 
 def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> None:
@@ -248,65 +243,6 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
     for params in (asked, SimpleNamespace(extra_args=None)):
         assert adjusted(LOGITS, params, 0) is LOGITS
-
-
-def test_scores_are_read_with_nothing_for_the_first_token() -> None:
-    scores = prompt_logprobs(np.array([[-1.0], [-0.5]]), 3)
-    assert scores is not None and scores.dtype == np.float32
-    assert math.isnan(scores[0]) and scores[1:].tolist() == [-1.0, -0.5]
-    assert np.isnan(prompt_logprobs(None, 1)).tolist() == [True]
-    assert prompt_logprobs(None, 3) is None  # a prompt that was cut
-
-
-class ScoringWorker:
-    """vLLM's worker for log-probs of prompts, with logits that are its hidden states."""
-
-    def __init__(self) -> None:
-        from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
-
-        self.prompt_logprobs_worker = PromptLogprobsWorker(4, torch.device("cpu"))
-        adjust_scores(self)
-        adjust_scores(self)  # once is enough
-
-    def step(self, logits: Tensor, *spans: tuple[str, int, int], prompt: int) -> dict[str, list[float]]:
-        batch = SimpleNamespace(
-            req_ids=[name for name, _, _ in spans],
-            idx_mapping_np=np.arange(len(spans)),
-            num_computed_prefill_tokens_np=np.array([start for _, start, _ in spans]),
-            num_scheduled_tokens=np.array([count for _, _, count in spans]),
-            query_start_loc_np=np.cumsum([0, *(count for _, _, count in spans)]),
-            prefill_len_np=np.full(len(spans), prompt),
-        )
-        found = self.prompt_logprobs_worker.compute_prompt_token_id_logprobs(
-            lambda hidden: hidden.clone(), logits, batch, np.full(len(spans), prompt)
-        )
-        return {name: scores[:, 0].tolist() for name, scores in found.items()}
-
-
-def test_each_request_of_a_step_is_scored_by_its_own_temperature_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks too, and beside one that has nothing to adjust; by hand from logits 0, 2, 4, -2."""
-    from vllm.v1.worker.gpu.sample import prompt_logprob
-
-    monkeypatch.setattr(  # a Triton kernel
-        prompt_logprob, "compute_token_logprobs", lambda logits, ids: logits.log_softmax(-1).gather(-1, ids)
-    )
-    ids = np.array([0, 1, 2, 1, 2])
-    worker = ScoringWorker()
-    add = worker.prompt_logprobs_worker.add_request
-    add("plain", 0, scoring_params(vllm_object(**ONE_TOKEN), Scoring(), ids))
-    add("warm", 1, scoring_params(vllm_object(**ONE_TOKEN), Scoring(temperature=2.0), ids))
-    add("kept", 2, scoring_params(vllm_object(**ONE_TOKEN), Scoring(kept=KEPT), ids))
-    row = LOGITS[0]
-    assert worker.step(row.expand(9, 4), ("warm", 0, 3), ("plain", 0, 3), ("kept", 0, 3), prompt=5) == {}
-    found = worker.step(row.expand(6, 4), ("kept", 3, 2), ("warm", 3, 2), ("plain", 3, 2), prompt=5)
-    plain, warm = row.log_softmax(-1), (row / 2).log_softmax(-1)
-    assert found["plain"] == pytest.approx([float(plain[i]) for i in ids[1:]])
-    assert found["warm"] == pytest.approx([float(warm[i]) for i in ids[1:]])
-    two, but_first = row[[1, 2]].log_softmax(-1), row[1:].log_softmax(-1)  # what tokens 2 and 3 were drawn from
-    assert found["kept"] == pytest.approx([float(plain[1]), float(two[1]), float(but_first[0]), float(plain[2])])
-    assert not worker.prompt_logprobs_worker.token_id_scores
-    worker.prompt_logprobs_worker.remove_request("warm")
-    assert "warm" not in worker.prompt_logprobs_worker.torchrl_moe_params
 
 
 # -- parts of an answer put together ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +25,10 @@ from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
 from support.loops import in_loop
 from support.processes import ids_request
-from support.reference import TOLERANCE, Reference, route_mismatches
-from support.waiting import until
+from support.reference import TOLERANCE
+from support.versions import SECONDS, Versions
+from support.versions import ask as request_of
+from support.waiting import in_thread, until
 from support.weights import note_made
 from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy
@@ -45,8 +47,8 @@ from torchrl_moe.modules.backends.vllm.weights import (
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import Manifest, WeightStoreWriter, adapter_tensors
 from torchrl_moe.store.writer import version_path
-from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
-from torchrl_moe.weight_update.sender import VLLMWeightSender
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.transports.base import StageReport
 
 # -- the weight check --------------------------------------------------------------------------------------------------
@@ -150,33 +152,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterBench:
 
 
 @in_loop
-async def test_new_requests_get_the_new_version_under_a_name_of_its_own(bench: AdapterBench) -> None:
+async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(bench: AdapterBench) -> None:
+    """That each has a name of its own in vLLM's cache is in ``test/weight_update/test_weight_adapters.py``."""
     report = await bench.stage(1)
     assert bench.requests.adapter is None  # loaded, and used by nobody
-    assert 0 < report.fetched <= report.seconds
     assert report.fetched + report.loaded == pytest.approx(report.seconds)
     assert bench.versions.swap(1).paused_seconds == 0.0
     first = bench.requests.adapter
-    assert (first.lora_int_id, first.lora_name) == (FIRST_NUMBER, f"synced-{FIRST_NUMBER}")
-    assert bench.requests.version == 1
-    await bench.update(2)
-    assert bench.requests.adapter.lora_int_id == FIRST_NUMBER + 1
-    assert bench.requests.adapter != first  # vLLM compares names, in its prefix cache too
-    # one that is staged and never used is dropped by the next
-    await bench.stage(3)
-    await bench.stage(4)
-    await bench.until("v2", "v4")
-    late = bench.versions.swap(3)
-    assert (late.started, late.error) == (False, "adapter version 3 is not the one staged last")
-    assert bench.versions.swap(4).error is None
-    assert not bench.versions.swap(4).started  # nothing is staged now
-    await bench.until("v4")
-
-
-@in_loop
-async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(bench: AdapterBench) -> None:
-    await bench.update(1)
-    first = bench.requests.adapter
+    assert (first.lora_int_id, bench.requests.version) == (FIRST_NUMBER, 1)
     bench.requests.used.append(first)
     for version in (2, 3, 4):
         await bench.update(version)
@@ -185,6 +168,15 @@ async def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive
     assert (Path(first.lora_path) / "adapter_model.safetensors").read_text() == "v1"  # vLLM may read it again
     bench.requests.used.clear()
     await bench.until("v4")
+    # one that is staged and never used is dropped by the next
+    await bench.stage(5)
+    await bench.stage(6)
+    await bench.until("v4", "v6")
+    late = bench.versions.swap(5)
+    assert (late.started, late.error) == (False, "adapter version 5 is not the one staged last")
+    assert bench.versions.swap(6).error is None
+    assert not bench.versions.swap(6).started  # nothing is staged now
+    await bench.until("v6")
 
 
 @in_loop
@@ -529,128 +521,96 @@ def test_tokens_of_the_last_step_are_waited_for() -> None:
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [7], [200, 3, 3, 199] * 6]
 
 
-class Trainer:
-    """A model, what it makes of sequences, and its sender to an engine."""
-
-    def __init__(self, engine: AsyncVLLM, folder: Path) -> None:
-        self.engine = engine
-        self.reference = Reference(folder)
-        self.model = self.reference.model
-        self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.sender: VLLMWeightSender = VLLMWeightSyncScheme().create_sender()
-        self.sender.register_model(self.model)
-        self.sender.init_all_workers_group(get_model_metadata(self.model), vllm_engine=engine)
-
-    def restore(self) -> None:
-        self.model.load_state_dict(self.original)
-        self.sender.update_weights()
-
-    def stage(self, version: int) -> StageReport:
-        """Stage a version in the first replica."""
-        replica = self.engine.replica_table[0].replica
-        return replica.call(Engine.stage_weights, 60.0, version, "digest", 1, None)
-
-    def update(self) -> SyncReport:
-        """Bring the first replica, and only it, to the model's weights."""
-        version = self.sender.publish()
-        report = self.sender.apply(version, {0: self.stage(version)}, replicas=[0])
-        assert report.failed == {}
-        return report
-
-    def generate(self, prompts: Any = PROMPTS, tokens: int = 12) -> Any:
-        params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
-        return self.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-
-    def assert_agrees(self, completions: list[Completion]) -> None:
-        assert self.reference.distance(*completions) <= TOLERANCE
-        for completion in completions:
-            for output in completion.outputs:
-                _, routes = self.reference.expected(completion, output)
-                got = torch.from_numpy(output.routed_experts.astype(np.int64))
-                assert len(got) == len(completion.prompt_token_ids) + len(output.token_ids) - 1
-                wrong, total = route_mismatches(got, {layer: rows[:-1] for layer, rows in routes.items()})
-                assert (wrong, total) == (0, len(got) * len(routes))
-
-
 @pytest.fixture
-def trainer(engine: AsyncVLLM, shelf: EngineShelf, request: pytest.FixtureRequest) -> Iterator[Trainer]:
-    """A trainer for the shared engine, which ends with the weights that it began with."""
-    made = Trainer(engine, shelf.folder(request.node.get_closest_marker("engine").args[0]))
+def versions(request: pytest.FixtureRequest, engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[Any]:
+    """Versions of the marked engine's weights; its own come back afterwards."""
+    family = request.node.get_closest_marker("engine").args[0]
+    made = Versions(engine, shelf, family, tmp_path / "store", "memmap")
     yield made
-    made.restore()
-    made.sender.shutdown()
+    made.close()
+
+
+def asked(versions: Versions, prompts: Any = PROMPTS, tokens: int = 12) -> list[Future[Completion]]:
+    requests = [request_of(f"r{i}", ids, max_tokens=tokens) for i, ids in enumerate(prompts)]
+    return versions.replicas[0].submit(requests)
+
+
+def check_answers(versions: Versions, futures: list[Future[Completion]], tokens: int = 12) -> None:
+    """They are whole, exact, and of the newest version."""
+    for future in futures:
+        done = future.result(SECONDS)
+        (output,) = done.outputs
+        assert output.policy_versions.tolist() == [versions.now] * tokens
+        versions.check(done, output)
 
 
 @pytest.mark.engine("deepseek_v3")
-def test_after_each_sync_the_engine_computes_what_the_trainer_does(trainer: Trainer) -> None:
+def test_after_each_update_the_engine_computes_what_the_trainer_does(versions: Versions) -> None:
     """Also where the correction biases alone change, so that other experts win; qwen3_moe is in test/weight_update."""
-    trainer.assert_agrees(trainer.generate())
-    for seed in range(2):
-        if seed:
-            for name, bias in trainer.model.state_dict().items():
+    check_answers(versions, asked(versions))
+    before = versions.now
+    for is_bias in (False, True):
+        if is_bias:
+            for name, bias in versions.reference.model.state_dict().items():
                 if "correction_bias" in name:
                     bias.copy_(bias.flip(0) * 5)
         else:
-            trainer.reference.change(seed)
-        assert trainer.reference.distance(*trainer.generate()) > 100 * TOLERANCE  # the change is one that shows
-        report = trainer.update()
-        completions = trainer.generate()
-        trainer.assert_agrees(completions)
-        assert all((output.policy_versions == report.version).all() for c in completions for output in c.outputs)
+            versions.change(0)
+        manifest = versions.publish(before + 1)
+        versions.keep(manifest.version)
+        versions.stage(manifest)
+        versions.swap(manifest)
+        assert versions.changed(before, manifest.version) > 100 * TOLERANCE  # the change is one that shows
+        check_answers(versions, asked(versions))
+        before = manifest.version
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_generation_continues_while_a_version_is_staged(trainer: Trainer) -> None:
-    folder, version = trainer.sender.options.store.folder, trainer.sender.publish()
-    path, aside = version_path(folder, version), folder / "aside"
+def test_generation_continues_while_a_version_is_staged(versions: Versions) -> None:
+    manifest = versions.publish(versions.now + 1)
+    path, aside = version_path(versions.store.folder, manifest.version), versions.store.folder / "aside"
     path.rename(aside)
     os.mkfifo(path)  # as a file system that does not answer: staging waits
-    with ThreadPoolExecutor(1) as pool:
-        staging = pool.submit(trainer.stage, version)
-        trainer.assert_agrees(trainer.generate())
-        assert not staging.done()
-        path.open("wb").close()
-        assert staging.exception(60.0) is not None
+    staging = in_thread(lambda: versions.stage(manifest))
+    check_answers(versions, asked(versions))
+    assert not staging.done()
+    path.open("wb").close()
+    assert staging.exception(SECONDS) is not None
     aside.rename(path)
-    assert trainer.stage(version).fetched > 0
+    versions.stage(manifest)
 
 
 @pytest.mark.soak
 @pytest.mark.engine("qwen3_moe")
-def test_two_hundred_updates_under_load_leave_memory_files_and_shared_memory_as_they_were(
-    trainer: Trainer,
-) -> None:
-    leader = psutil.Process(trainer.engine.replica_table[0].replica._child.process.pid)  # type: ignore[attr-defined]
+def test_two_hundred_updates_under_load_leave_memory_files_and_shared_memory_as_they_were(versions: Versions) -> None:
+    leader = psutil.Process(versions.replicas[0]._child.process.pid)  # type: ignore[attr-defined]
     processes = [psutil.Process(), leader, *leader.children(recursive=True)]
+    updated = threading.Event()
 
     def held() -> list[int]:
         """Bytes of driver and of engine, open files of all, bytes of the weight store."""
         driver, *engine = (process.memory_info().rss for process in processes)
         files = sum(process.num_fds() for process in processes)
-        store = sum(path.stat().st_size for path in trainer.sender.options.store.folder.iterdir())
+        store = sum(path.stat().st_size for path in versions.store.folder.iterdir())
         return [driver, sum(engine), files, store]
 
-    updated = threading.Event()
-
-    def ask() -> int:
+    def load() -> int:
         rounds = 0
         while not updated.is_set():
-            trainer.generate(tokens=24)
+            for future in asked(versions, tokens=24):
+                future.result(SECONDS)
             rounds += 1
         return rounds
 
-    sizes = []
-    with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(ask)
-        try:
-            for seed in range(200):
-                trainer.reference.change(seed)
-                trainer.update()
-                sizes.append(held())
-        finally:
-            updated.set()
-        assert load.result(60.0) > 20
-    trainer.restore()
+    sizes, loading = [], in_thread(load)
+    try:
+        for seed in range(200):
+            versions.update(seed)
+            versions.weights = {version: versions.weights[version] for version in (versions.held, versions.now)}
+            sizes.append(held())
+    finally:
+        updated.set()
+    assert loading.result(SECONDS) > 20
     first, last = np.median(sizes[50:70], axis=0), np.median(sizes[-20:], axis=0)
     driver, engine, files, store = (last - first).tolist()
     assert driver < 20 * (1 << 20)
@@ -662,44 +622,35 @@ def test_two_hundred_updates_under_load_leave_memory_files_and_shared_memory_as_
 @pytest.mark.engine
 def test_weights_that_are_no_numbers_end_a_replica_and_what_it_was_asked(no_engine: EngineShelf) -> None:
     """They are loaded before the check finds them: the old ones are gone."""
-    folder = no_engine.folder("qwen3_moe")
-    with start_engine(folder, faults=FaultPolicy(restart=False)) as engine:
-        trainer = Trainer(engine, folder)
-        tensors = checkpoint_tensors(trainer.model)
-        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 3e38)  # which overflows
-        with ThreadPoolExecutor(1) as pool:
-            frozen = pool.submit(trainer.generate, [[1, 2, 3]] * 16, 450)
-            until(lambda: engine.replica_table[0].inflight, 30.0, look_every=0.001)
-            version = trainer.sender.publish(tensors)
-            with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
-                trainer.sender.apply(version, {0: trainer.stage(version)})
-            assert caught.value.report.replicas[0].attempts == 2
-            assert isinstance(frozen.exception(60.0), EngineError)  # nobody is left to answer
+    tensors = checkpoint_tensors(make_tiny_moe("qwen3_moe"))
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 3e38)  # which overflows
+    with start_engine(no_engine.folder("qwen3_moe"), faults=FaultPolicy(restart=False)) as engine:
+        sender = VLLMWeightSyncScheme().create_sender()
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        params = {"max_tokens": 450, "ignore_eos": True}
+        frozen = in_thread(lambda: engine.generate([[1, 2, 3]] * 16, params, use_tqdm=False))
+        until(lambda: engine.replica_table[0].inflight, 30.0, look_every=0.001)
+        with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
+            sender.update_weights(tensors)
+        assert caught.value.report.replicas[0].attempts == 2
+        assert isinstance(frozen.exception(SECONDS), EngineError)  # nobody is left to answer
         assert engine.replica_table[0].state.name in ("QUARANTINED", "DEAD")
-        trainer.sender.shutdown()
+        sender.shutdown()
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_a_canary_that_fails_holds_every_request_until_good_weights_come(trainer: Trainer) -> None:
+def test_a_canary_that_fails_holds_every_request_until_good_weights_come(versions: Versions) -> None:
     """Requests in flight ran on the failed weights for a moment: none of their tokens may be of those."""
-    prompts, replica = [list(range(start, 60)) for start in range(44, 50)], trainer.engine.replica_table[0].replica
-    old = trainer.reference(torch.tensor([5, 6, 7]))[0][1:].tolist()
-    trainer.reference.change(41)
-    version = trainer.sender.publish()
-    digest = trainer.stage(version).digest
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(trainer.generate, prompts, 200)
-        until(lambda: trainer.engine.replica_table[0].inflight, 30.0, look_every=0.001)
-        canary = {"token_ids": [5, 6, 7], "log_probs": old, "tolerance": 1e-4}
-        report = replica.call(Engine.swap_weights, 60.0, version, digest, "keep", False, canary)
-        assert report.started
-        assert "the new weights' log-probs differ from the trainer's by up to" in str(report.error)
-        trainer.reference.change(42)
-        good = trainer.update().version
-        done = asked.result(60.0)
-    assert len(done) == len(prompts)
-    trainer.assert_agrees(done)
-    for completion in done:
-        assert completion.outputs[0].policy_versions.tolist() == [good] * 200
-        assert completion.outputs[0].finish_reason == "length"
-    trainer.assert_agrees(trainer.generate())
+    replica = versions.replicas[0]
+    canary = {"token_ids": [5, 6, 7], "tolerance": 1e-4}
+    canary["log_probs"] = versions.reference(torch.tensor([5, 6, 7]))[0][1:].tolist()
+    manifest = versions.prepare(41)
+    futures = asked(versions, [list(range(start, 60)) for start in range(44, 50)], 200)
+    until(lambda: replica.call(Engine.stats, SECONDS).running)
+    what = (manifest.version, manifest.digest, "keep", False, canary)
+    report = replica.call(Engine.swap_weights, SECONDS, *what)
+    assert report.started
+    assert "the new weights' log-probs differ from the trainer's by up to" in str(report.error)
+    versions.update(42)
+    check_answers(versions, futures, 200)
+    check_answers(versions, asked(versions))

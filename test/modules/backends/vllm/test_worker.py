@@ -263,18 +263,6 @@ def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
 
 
 # -- the extension -----------------------------------------------------------------------------------------------------
-def test_an_adapter_is_loaded_and_its_modules_that_are_not_adapted_are_named() -> None:
-    loras = {"layers.0.attn.qkv_proj": 0, "layers.0.mlp.up_proj": 0, "layers.1.experts.base_layer": 0, "lm_head": 0}
-    adapters: dict[int, Any] = {}
-    modules = {"layers.0.attn.qkv_proj": 0, "layers.1.experts": 0}
-    manager = SimpleNamespace(list_adapters=lambda: adapters, modules=modules)
-    worker = WorkerExtension()
-    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
-    worker.add_lora = lambda lora: bool(adapters.update({lora.lora_int_id: SimpleNamespace(loras=loras)}))
-    fields = {"lora_name": "tiny", "lora_int_id": 7, "lora_path": "somewhere"}
-    assert worker.torchrl_moe_load_adapter(fields) == ["layers.0.mlp.up_proj", "lm_head"]
-
-
 def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:
     model = torch.nn.Linear(2, 1)
     worker = WorkerExtension()
