@@ -89,14 +89,14 @@ def test_rewards_beyond_1_are_not_cut_off_and_the_live_router_is_shown_where_it_
 @pytest.mark.parametrize(
     "draw",
     [
-        # a phase that did not run took no time
         lambda: training_figure([row(0), row(1, seconds_sync="", seconds_score=None)]),
-        lambda: training_figure([row(0, dlogp_mean=0.0, dlogp_max=0.0)]),  # agreement to the bit, on a log scale
+        lambda: training_figure([row(0, dlogp_mean=0.0, dlogp_max=0.0)]),
         lambda: training_figure([{"step": 0, "reward": 1.0}]),
         lambda: training_figure([]),
         lambda: log_ratio_figure({"R3": []}),
         lambda: log_ratio_figure({"R3": [0.0, 0.0]}),
     ],
+    ids=["a phase did not run", "to the bit, on a log scale", "one column", "no row", "no ratio", "no difference"],
 )
 def test_little_data_or_none_is_drawn(draw: Callable[[], Any]) -> None:
     draw().draw_without_rendering()
