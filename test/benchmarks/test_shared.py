@@ -85,17 +85,13 @@ def test_while_one_engine_works_the_others_are_stopped_and_none_after_an_error(s
         turns.give("one")
         raise KeyError("mine")
     until(lambda: stopped(sleepers) == [False, False, False])
-
-
-def test_a_process_that_has_ended_is_passed_over(sleepers: list[psutil.Process]) -> None:
-    ended, others = sleepers[0], sleepers[1:]
-    with Turns({"one": sleepers[:2], "two": sleepers[2:]}) as turns:
+    with Turns({"one": {a, b}, "two": {c}}) as turns:  # a process that has ended is passed over
         turns.give("two")
-        ended.kill()
-        ended.wait()
+        a.kill()
+        a.wait()
         turns.give("one")
-        until(lambda: stopped(others) == [False, True])
-    until(lambda: stopped(others) == [False, False])
+        until(lambda: stopped([b, c]) == [False, True])
+    until(lambda: stopped([b, c]) == [False, False])
 
 
 @pytest.mark.parametrize(

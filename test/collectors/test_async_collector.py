@@ -6,7 +6,7 @@ import pickle
 import re
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -103,12 +103,6 @@ def test_an_environment_brings_its_data_and_its_repeats_and_what_is_given_wins()
 
 def is_odd(rows: Any) -> bool:
     return int(rows[0]["query"][1:]) % 2 == 1
-
-
-def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Collect) -> None:
-    collector = collect(groups_per_batch=2, group_filter=is_odd, order="fifo", max_staleness=0)
-    assert [queries(batch)[::2] for batch in islice(collector, 2)] == [["q1", "q3"], ["q5", "q7"]]
-    assert collector.stats()["collector/groups_dropped/filtered"] == 4
 
 
 def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
@@ -221,31 +215,19 @@ def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
     late.join()
 
 
-def blocking(over: threading.Event) -> Callable[[TensorDictBase, Ask], Awaitable[float]]:
-    """An episode that waits for ``over`` in the event loop."""
+def test_an_async_function_that_blocks_the_loop_is_found_and_no_batch_is_lost(
+    collect: Collect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of ``iterator()``, which does not shut the collector down as ``iter`` does."""
+    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
+    over = threading.Event()
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         return float(over.wait(60))
 
-    return episode
-
-
-def test_an_async_function_that_blocks_the_loop_is_found(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
-    over = threading.Event()
-    collector = collect(blocking(over), groups_per_batch=2, heartbeat_timeout=0.5)
+    collector = collect(episode, groups_per_batch=1, group_size=1, max_staleness=0, heartbeat_timeout=2.0)
     with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
-        in_thread(lambda: next(iter(collector))).result(50)
-    over.set()
-
-
-def test_after_a_loop_that_stood_still_no_batch_is_lost(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of ``iterator()``, which does not shut the collector down as ``iter`` does."""
-    monkeypatch.setattr(async_collector, "JOIN_SECONDS", 0.5)
-    over, how = threading.Event(), {"groups_per_batch": 1, "group_size": 1, "max_staleness": 0}
-    collector = collect(blocking(over), **how, heartbeat_timeout=2.0)
-    with pytest.raises(CollectionStalledError, match="has stood still"):
         in_thread(lambda: next(collector.iterator())).result(50)
     over.set()
     batches = collector.iterator()
@@ -396,29 +378,6 @@ def test_rows_of_answers_in_parts_say_so(
     assert re.search(r"0 to 1 +2 +length", capsys.readouterr().out)
 
 
-def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
-    collect: Collect, engine: FakeAsyncVLLM
-) -> None:
-    first = collect(groups_per_batch=2, max_staleness=1, order="fifo")
-    groups = next(iter(first)).get("group_id").tolist()
-    until(lambda: first._schedule.ready_groups == 2)
-    state = first.state_dict()
-    first.shutdown()
-    second = collect(groups_per_batch=2, max_staleness=1, order="fifo")
-    new_weights(engine, 40)
-    second.increment_version()
-    second.state_dict()
-    with second.pause():
-        pass
-    second.load_state_dict(state)
-    for batch in islice(second, 3):
-        groups += batch.get("group_id").tolist()
-        assert second.stats()["inference/queue_age"] < 60
-    assert (groups, set(Counter(groups).values())) == (sorted(groups), {2})
-    with pytest.raises(RuntimeError, match="before the first batch"):
-        second.load_state_dict(state)
-
-
 def test_a_checkpoint_counts_ages_from_the_newest_weights(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """Those of groups that a restored collector has not put in line yet, too; what is too old is dropped by them."""
 
@@ -474,12 +433,6 @@ def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM, kwargs: dict[str,
     kind = TypeError if kwargs in ({"policy": print}, {"env": 3}) else ValueError
     with pytest.raises(kind, match=words):
         AsyncLLMCollector(**arguments)
-
-
-@pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
-def test_groups_in_a_batch(collect: Collect, groups: int | None, turns: int | None, expected: int) -> None:
-    collector = collect(group_size=4, groups_per_batch=groups, dialog_turns_per_batch=turns)
-    assert (collector.settings.groups_per_batch, collector.dialog_turns_per_batch) == (expected, 4 * expected)
 
 
 def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones_and_torchrls_other_values_are_taken(

@@ -209,12 +209,6 @@ def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
-def test_a_buffer_of_this_process_is_extended_here(collect: Make) -> None:
-    collector = collect(replay_buffer=buffer(), groups_per_batch=2)
-    assert list(islice(collector, 2)) == [None, None]
-    assert collector.next() is None
-    assert queries(collector.replay_buffer[:])[::2] == ["q0", "q1", "q2", "q3", "q4", "q5"]
-    assert collector.getattr_rb("write_count") == 12
 
 
 @pytest.mark.parametrize("wrap", [lambda client: client, BufferOfRay], ids=["client", "buffer"])
@@ -482,8 +476,8 @@ def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(collect_in_tur
 
 
 # -- over an engine in Ray --------------------------------------------------------------------------------------------
-@pytest.fixture
-def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
+@pytest.fixture(scope="module")
+def toys(actor: Any) -> Iterator[AsyncVLLM]:
     """A service over the toy engine, under the name "shared"."""
     with toy_actors():
         engine = AsyncVLLM({"model": "toy"}, backend="ray", resources={"CPU": 1}, name="shared").start()

@@ -176,7 +176,7 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
         soon(lambda: next(iter(collect(endless, max_turns=3))))
 
 
-@pytest.mark.parametrize("where", ["reward", "thread of an episode"])
+@pytest.mark.parametrize("where", [pytest.param("reward", marks=pytest.mark.parity), "thread of an episode"])
 def test_calls_that_hang_cost_threads_and_not_the_others(
     collect: Collect, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,14 +471,6 @@ def test_a_prompt_of_another_kind_is_refused(engine: FakeAsyncVLLM, mode: Any, p
     tools = {"tools": [{"name": "f"}]} if prompt == "with tools" else {}
     with pytest.raises(TypeError, match=words):
         talk(policy_of(engine, input_mode=mode), lambda one: one.ask(prompt, **tools))
-
-
-def test_ids_that_continue_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
-    script = twice(engine, [65, 66], lambda first: [*first["tokens", "full"].tolist(), 67])
-    _, (first, second) = talk(policy_of(engine, input_mode="tokens"), script)
-    assert second["policy_versions", "full"].tolist() == [-1] * 2 + [0] * 6 + [-1] + [1] * 6
-    assert torch.equal(second["log_probs", "full"][2:8], first["log_probs", "response"])
-    assert first["tokens", "prompt"].tolist() == [65, 66]
 
 
 def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:

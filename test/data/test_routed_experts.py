@@ -10,11 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import (
-    TensorDict,
-    TensorDictBase,
-    lazy_stack,
-)
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
@@ -203,10 +199,11 @@ def test_rows_that_no_router_makes(layer: int, row: list[int], text: str) -> Non
             routes.validate(LAYOUT)
 
 
-def test_a_route_on_a_pad_is_named() -> None:
-    routes = lazy_stack([sample(2), sample(4)]).pad(side="left")
-    mask = torch.tensor([[False, False, True, True], [True] * 4])
-    routes.validate(LAYOUT, attention_mask=mask)
+def test_pads_do_not_count_as_tokens_and_have_no_route() -> None:
+    routes, mask = lazy_stack([sample(2), sample(4)]).pad(side="left"), torch.tensor([[0, 0, 1, 1], [1] * 4])
+    routes.validate(LAYOUT, num_tokens=[2, 4], attention_mask=mask)
+    with pytest.raises(RouteShapeError, match="routed_experts of sample 0 must have 4 rows, got 2"):
+        routes.validate(LAYOUT, num_tokens=4, attention_mask=mask)
     text = r"^routed_experts: sample 0, token 2, layer 1 holds .* but the attention mask says it is a pad"
     with pytest.raises(RouteValueError, match=text):
         routes.validate(LAYOUT, attention_mask=mask.flip(1))
@@ -225,13 +222,6 @@ def test_a_route_on_a_pad_is_named() -> None:
 def test_counts_and_masks_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
         lazy_stack([sample(3), sample(4)]).validate(LAYOUT, **arguments)
-
-
-def test_pads_do_not_count_as_tokens() -> None:
-    routes, mask = sample(3).pad(5), torch.tensor([0, 0, 1, 1, 1])
-    routes.validate(LAYOUT, num_tokens=3, attention_mask=mask)
-    with pytest.raises(RouteShapeError, match="routed_experts must have 5 rows, got 3"):
-        routes.validate(LAYOUT, num_tokens=5, attention_mask=mask)
 
 
 OTHER_WIDTH = RoutedExperts(full=torch.full((5, 3, 4), U, dtype=torch.int8))
@@ -255,7 +245,7 @@ def test_shapes_and_dtypes_that_are_no_routes(routes: RoutedExperts, error: type
 # truncate and pad
 
 
-def test_pad_by_hand() -> None:
+def test_padded_and_cut_by_hand() -> None:
     routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
     empty = [[U, U]] * 3
     assert routes.pad(5).full.tolist() == [empty, empty, *FULL]
@@ -270,14 +260,12 @@ def test_pad_by_hand() -> None:
     assert padded[1, 0].full[:4].tolist() == sample(4).full.tolist()
     other_dim = lazy_stack([torch.stack([sample(2)] * 3), torch.stack([sample(4)] * 3)], 1)
     assert other_dim.pad().full.shape == (3, 2, 4, 3, 2)
-
-
-def test_truncate_keeps_the_last_row_it_keeps() -> None:
-    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
-    assert routes.truncate(2).full.tolist() == FULL[:2] and routes.truncate(9).full.tolist() == FULL
     ragged = lazy_stack([routes, routes.truncate(1)]).truncate(2)
     assert [full.tolist() for full in split(ragged)] == [FULL[:2], FULL[:1]]
     assert torch.stack([routes, routes]).truncate(1).full.tolist() == [FULL[:1]] * 2
+    nothing = batch[:0]
+    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape) == (0.0, 0, (0, 0, 0, 0))
+    assert nothing.validate(LAYOUT) is nothing
 
 
 @settings(max_examples=50)
@@ -316,6 +304,8 @@ def test_is_set_coverage_and_bytes() -> None:
     batch = lazy_stack([routes, routes.truncate(1)])
     assert batch.coverage() == pytest.approx(6 / 8) and batch.nbytes == 4 * 3 * 2
     assert batch.pad().is_set.shape == (2, 3, 3) and batch.pad()[:0].coverage() == batch.pad()[:0].nbytes == 0
+    known = torch.compile(lambda routes: routes.is_set.sum(), backend="eager")
+    assert known(routes) == 4
     routes.full[:, 1] = UNSET_EXPERT
     assert (routes.coverage(), routes.coverage(LAYOUT)) == (pytest.approx(2 / 3), pytest.approx(2 / 6))
     with pytest.raises(RouteShapeError, match=r"is_set needs samples of one length, got .*T=1\.\.3.*: pad"):
@@ -335,13 +325,6 @@ def test_how_it_looks() -> None:
     assert repr(sample().pad().unsqueeze(0)[:0]).startswith("RoutedExperts(shape=[0, T=3, L=3, K=2], dtype=int8")
 
 
-def test_a_lazy_stack_without_samples() -> None:
-    nothing = lazy_stack([sample(), sample(2)])[:0]
-    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape) == (0.0, 0, (0, 0, 0, 0))
-    assert nothing.validate(LAYOUT) is nothing
-    assert repr(nothing) == "RoutedExperts(shape=[])"
-
-
 def test_route_table() -> None:
     routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
     assert routes.route_table(["What", " is\n", "?"]).splitlines() == [
@@ -359,11 +342,6 @@ def test_route_table() -> None:
         torch.stack([sample(), sample()]).route_table()
     with pytest.raises(RouteShapeError, match="tokens must have 3 rows, got 1"):
         sample().route_table(["a"])
-
-
-def test_is_set_under_compile() -> None:
-    known = torch.compile(lambda routes: routes.is_set.sum(), backend="eager")
-    assert known(sample()) == 4
 
 
 def test_a_count_is_an_integer_of_any_kind() -> None:

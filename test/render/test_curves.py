@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,18 +87,19 @@ def test_rewards_beyond_1_are_not_cut_off_and_the_live_router_is_shown_where_it_
 
 
 @pytest.mark.parametrize(
-    "rows",
+    "draw",
     [
-        ROWS,
-        [row(0), row(1, seconds_sync="", seconds_score=None)],  # a phase that did not run took no time
-        [row(0, dlogp_mean=0.0, dlogp_max=0.0)],  # agreement to the bit, on a log scale
-        [{"step": 0, "reward": 1.0}],
-        [],
+        lambda: training_figure([row(0), row(1, seconds_sync="", seconds_score=None)]),
+        lambda: training_figure([row(0, dlogp_mean=0.0, dlogp_max=0.0)]),
+        lambda: training_figure([{"step": 0, "reward": 1.0}]),
+        lambda: training_figure([]),
+        lambda: log_ratio_figure({"R3": []}),
+        lambda: log_ratio_figure({"R3": [0.0, 0.0]}),
     ],
+    ids=["a phase did not run", "to the bit, on a log scale", "one column", "no row", "no ratio", "no difference"],
 )
-def test_short_and_incomplete_runs_are_drawn(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    training_figure(rows).savefig(tmp_path / "run.png")
-    assert (tmp_path / "run.png").stat().st_size > 10_000
+def test_little_data_or_none_is_drawn(draw: Callable[[], Any]) -> None:
+    draw().draw_without_rendering()
 
 
 # -- log-ratios, versions, phases -------------------------------------------------------------------------------------
@@ -117,13 +118,6 @@ def test_shares_by_hand() -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["R3, 4 tokens", "none, 2 tokens"]
     assert (axes.get_title(), axes.get_yscale()) == ("t", "log")
     assert [line.get_xdata()[0] for line in axes.get_lines()] == [-math.log(3), math.log(3)]
-
-
-@pytest.mark.parametrize("values", [[], [0.0, 0.0]])
-def test_nothing_and_no_difference_are_drawn(values: list[float], tmp_path: Path) -> None:
-    figure = log_ratio_figure({"R3": values})
-    assert sum(steps(figure)[0].get_data().values) == (1 if values else 0)
-    figure.savefig(tmp_path / "f.png")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,26 +70,12 @@ def test_shares_by_hand() -> None:
     assert expert_agreement(THEIRS[:0], THEIRS[:0], 4).shape == (3, 4)
 
 
-def test_layers_that_are_not_known_are_no_line() -> None:
-    (line,) = agreement_figure({"none": [NAN, NAN]}).axes[0].get_lines()
-    assert line.get_label() == "none" and len(line.get_xdata()) == 0
-
-
 def test_load_by_hand() -> None:
     expected = [[NAN] * 4, [4 * 2 / 6, 4 * 3 / 6, 4 * 1 / 6, 0], [0, 0, 2, 2]]
     batch = torch.from_numpy(np.stack([THEIRS, THEIRS[..., ::-1].copy()]))  # [B, T, L, K], a tensor
     for routes in (THEIRS, batch):
         np.testing.assert_allclose(expert_load(routes, 4), expected)
     assert np.isnan(expert_load(THEIRS[:0], 4)).all()
-
-
-def test_the_load_of_many_experts_is_counted_like_a_naive_loop() -> None:
-    routes = np.random.default_rng(0).permuted(np.tile(np.arange(200), (50, 3, 1)), axis=-1)[..., :6]
-    counts = np.zeros((3, 200))
-    for row in routes:
-        for layer, experts in enumerate(row):
-            counts[layer, experts] += 1
-    np.testing.assert_allclose(expert_load(routes.astype(np.int16), 200), counts * 200 / 300)
 
 
 def test_panels_hold_the_arrays() -> None:
@@ -109,12 +93,6 @@ def test_panels_hold_the_arrays() -> None:
     assert len(expert_figure(load).axes) == 2  # a panel and its bar
     panel = expert_figure(np.ones((3, 4))).axes[0]
     assert all(float(tick).is_integer() for tick in [*panel.get_xticks(), *panel.get_yticks()])
-
-
-def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    expert_figure([[1.0, NAN]], [[NAN, 0.5]]).savefig(tmp_path / "f.png")
-    assert "matplotlib.pyplot" not in sys.modules and (tmp_path / "f.png").stat().st_size > 1000
 
 
 # -- kept numbers -----------------------------------------------------------------------------------------------------

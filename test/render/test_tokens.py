@@ -18,7 +18,6 @@ from torchrl_moe.render import show_samples
 from torchrl_moe.render import tokens as samples
 from torchrl_moe.render.curves import HUES, OTHERS
 from torchrl_moe.render.tokens import (
-    MOST_TOKENS,
     Color,
     TokenSample,
     TokenTexts,
@@ -208,14 +207,6 @@ def test_numbers_kept_and_probabilities(color: Any, known: dict[str, Any], label
     assert scale.label(token(**known)) == label and list(scale.fills) == ([] if label is None else [label])
 
 
-def test_the_rarer_a_token_was_the_stronger_is_its_color() -> None:
-    for color, name, values in (("kept", "kept", (1, 3, 0)), ("log_probs", "log_prob", (-9.0, -0.5, 0.0))):
-        tokens = [token(**{name: value}) for value in values]
-        scale = make_scale([sample(*tokens)], color)  # type: ignore[arg-type]
-        alphas = [scale.fills[str(scale.label(one))].alpha for one in tokens]
-        assert alphas == sorted(alphas, reverse=True) and len(set(alphas)) == 3
-
-
 # -- token runs -------------------------------------------------------------------------------------------------------
 SHOWN = [
     sample(
@@ -234,19 +225,14 @@ sample 0: 6 response tokens
 """
 
 
-def test_each_run_of_one_label_is_a_line() -> None:
-    assert samples_text(SHOWN, make_scale(SHOWN)) == TEXT.rstrip("\n")
-    assert samples_text([], make_scale([])) == "version of the weights that sampled a token: not known"
-
-
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_a_file_gets_lines_of_text(
-    has_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_each_run_of_one_label_is_a_line_in_a_file_and_without_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
     print_samples(SHOWN, make_scale(SHOWN))
-    assert capsys.readouterr().out == TEXT
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_samples(SHOWN, make_scale(SHOWN))
+    assert capsys.readouterr().out == TEXT * 2
+    assert samples_text([], make_scale([])) == "version of the weights that sampled a token: not known"
 
 
 def test_a_terminal_gets_colors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,12 +295,6 @@ def test_the_legend_counts_and_parts_are_named() -> None:
     assert "not known" in Reader(samples_html([], make_scale([]))).text
 
 
-def test_long_rollouts_of_deep_models_stay_small() -> None:
-    deep = token(log_prob=-0.123456, version=123, kept=20, experts={at: tuple(range(100, 108)) for at in range(96)})
-    shown = [sample(*[deep] * MOST_TOKENS)] * 4
-    assert len(samples_html(shown, make_scale(shown))) < 1_000_000
-
-
 # -- both -------------------------------------------------------------------------------------------------------------
 TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
 
@@ -323,8 +303,7 @@ def test_a_terminal_shows_text(capsys: pytest.CaptureFixture[str]) -> None:
     before = TD.clone()
     show_samples(TD, n=1, tokenizer=TOKENIZER)
     assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())
-    shown = ["sample 1: 1 prompt, 1 response tokens", "  prompt               q", "  response, version 0  c"]
-    assert capsys.readouterr().out.splitlines()[1:] == shown
+    assert capsys.readouterr().out.splitlines()[1] == "sample 1: 1 prompt, 1 response tokens"
 
 
 def test_the_former_name_of_an_argument_is_taken_until_the_next_release(capsys: pytest.CaptureFixture[str]) -> None:

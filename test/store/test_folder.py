@@ -22,7 +22,6 @@ from torchrl_moe.store.folder import (
     available_memory,
     naming_full_disks,
     own_folder,
-    replace_text,
 )
 
 
@@ -60,14 +59,6 @@ def test_only_a_full_disk_is_called_full(tmp_path: Path, code: int, is_full: boo
     with pytest.raises(WeightSyncError if is_full else OSError) as caught, naming_full_disks(tmp_path, 5_000_000):
         raise OSError(code, os.strerror(code))
     assert ("no room for 5 MB in" in str(caught.value)) is is_full
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    for text in ("one", "two"):
-        replace_text(tmp_path / "x", text, fsync=True)
-        assert (tmp_path / "x").read_text() == text
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
 
 
 GB = 1 << 30

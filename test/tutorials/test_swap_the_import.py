@@ -124,15 +124,3 @@ def test_everything_in_ray(ray_cluster: ClusterHolder, tmp_path: Path) -> None:
     steps = re.findall(r"step +(\d+)  policy (\d+)  .* to the sampler ([+-]\S+)", run.stdout)
     assert [(step, version) for step, version, _ in steps] == [("1", "1"), ("2", "2")]
     assert all(abs(float(distance)) < 1e-5 for *_, distance in steps)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--steps", "0"], "--steps must be at least 1, got 0"), (["--form", "mpi"], "invalid choice: 'mpi'")],
-)
-def test_bad_input_is_refused(
-    arguments: list[str], message: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        script.parse(arguments)
-    assert message in capsys.readouterr().err
