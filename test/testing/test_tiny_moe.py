@@ -208,6 +208,7 @@ def test_it_is_the_model_made_and_warmed_up_by_hand() -> None:
     for name, value in by_hand.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert tokenizer.get_vocab() == CharacterTokenizer().get_vocab()
+    assert {name: getattr(model.config, name) for name in special} == special
     assert 0.1 < reached <= 0.3
     assert not model.training
     with torch.no_grad():
