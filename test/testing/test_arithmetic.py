@@ -94,7 +94,8 @@ def test_a_task_that_cannot_be_is_refused(arguments: dict[str, Any], message: st
         ArithmeticTask(**arguments)
 
 
-def test_problems_as_rows() -> None:
+def test_problems_as_rows_and_only_the_exact_answer_is_rewarded() -> None:
+    assert [exact_answer(text, answer="7") for text in ("7", "07", "7 ", "", "77")] == [1.0, 0.0, 0.0, 0.0, 0.0]
     train, held_out = arithmetic_prompts("double", digits=3, held_out=100, seed=7)
     task = ArithmeticTask(operation="double", digits=3, held_out=100, seed=7)
     assert [(row["prompt"], row["answer"]) for row in train] == list(task.train)
@@ -103,11 +104,6 @@ def test_problems_as_rows() -> None:
     problems = dict(task.train + task.test)
     assert (len(task.train), len(task.test), len(problems)) == (900, 100, 1000)
     assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
-
-
-def test_only_the_exact_answer_is_rewarded() -> None:
-    found = {text: exact_answer(text, answer="7") for text in ("7", "07", "7 ", "", "77")}
-    assert found == {"7": 1.0, "07": 0.0, "7 ": 0.0, "": 0.0, "77": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_ids_of_text_are_its_bytes_and_specials_come_after_them(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     assert len(tokenizer) == 259
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [256, 257, 258]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257, 258)

@@ -121,7 +121,7 @@ def test_tokens_are_printable_and_routes_valid_for_the_layout(layout: RoutingLay
 # -- delays -----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_take_their_time_and_an_aborted_request_returns_what_it_had() -> None:
+def test_tokens_take_their_time() -> None:
     replica = FakeReplica(token_seconds=0.02)
     started = time.monotonic()
     (future,) = ask(replica, max_tokens=5)
@@ -131,15 +131,6 @@ def test_tokens_take_their_time_and_an_aborted_request_returns_what_it_had() -> 
     slow, fast = ask(replica, "slow", "fast")
     assert (fast.done(), slow.done()) == (True, False)
     replica.shutdown()
-    replica = FakeReplica(token_seconds=0.01)
-    (future,) = ask(replica, max_tokens=1000)
-    time.sleep(0.2)
-    replica.abort(["r"])
-    (output,) = future.result(60.0).outputs
-    assert future.result().aborted
-    assert 1 <= (count := len(output.token_ids)) < 1000
-    assert output.token_ids.tolist() == answer(FakeReplica(), max_tokens=count)[0]
-    assert output.routed_experts.shape[0] == 3 + count - 1
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -152,11 +143,7 @@ def test_an_injected_refusal_fails_its_request_only() -> None:
         refused.result()
     assert fine.result().outputs[0].text == also_fine.result().outputs[0].text
     assert len(replica.submitted) == 3
-    replica = FakeReplica(refuse=lambda r: "no" if r.request_id == "refused" else None)
-    replica.submit([request(max_tokens=5, n=2), request(request_id="refused")])
-    stats = replica.call(Engine.stats, 1.0)
-    assert (stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens) == (1, 2, 3, 10)
-    assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
+    assert replica.call(Engine.stats, 1.0).requests == 2
 
 
 def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
@@ -227,10 +214,6 @@ def test_a_pause_holds_what_comes_and_an_abort_of_it_works() -> None:
     assert other.result(60.0).aborted
     replica.call(Engine.resume, 1.0)
     assert new.result(60.0).request_id == "fast"
-    replica.token_seconds = 3600.0
-    (running,) = ask(replica, "long")
-    replica.call(Engine.pause, 1.0, "abort", False)
-    assert running.result(60.0).aborted
     replica.shutdown()
 
 
@@ -278,15 +261,12 @@ def test_an_engine_serves_on_construction_if_it_has_a_replica() -> None:
 
 
 def test_every_argument_reaches_every_replica() -> None:
-    layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=1, num_experts=4)
-
-    given: dict[str, Any] = {"layout": layout, "token_seconds": 1e-4, "refuse": lambda request: None}
-    engine = FakeAsyncVLLM(3, 7, sampling_params={"max_tokens": 2}, script=lambda prompt: prompt * 2, **given)
-    assert [(replica.index, replica.seed) for replica in engine.replicas] == [(0, 7), (1, 7), (2, 7)]
-    assert all({name: getattr(replica, name) for name in given} == given for replica in engine.replicas)
-    assert engine.generate("hi", use_tqdm=False).outputs[0].text == "hi"
-    assert engine.generate("hi", {"max_tokens": 9}, use_tqdm=False).outputs[0].text == "hihi"
-    engine.shutdown()
+    given: dict[str, Any] = {"token_seconds": 1e-4, "refuse": lambda request: None}
+    with FakeAsyncVLLM(3, 7, sampling_params={"max_tokens": 2}, script=lambda prompt: prompt * 2, **given) as engine:
+        assert [(replica.index, replica.seed) for replica in engine.replicas] == [(0, 7), (1, 7), (2, 7)]
+        assert all({name: getattr(replica, name) for name in given} == given for replica in engine.replicas)
+        assert engine.generate("hi", use_tqdm=False).outputs[0].text == "hi"
+        assert engine.generate("hi", {"max_tokens": 9}, use_tqdm=False).outputs[0].text == "hihi"
 
 
 # -- faults on purpose -------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, WarmUp, answer_log_probs, encode, warm_up
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
-from torchrl_moe.testing.tiny_moe import SIZES, TINY_MOE_FAMILIES, make_tiny_moe, practised_tiny_moe, save_tiny_moe
+from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES, make_tiny_moe, practised_tiny_moe, save_tiny_moe
 
 FAMILIES = sorted(TINY_MOE_FAMILIES)
 MOE_FAMILIES = [family for family in FAMILIES if TINY_MOE_FAMILIES[family].experts_key]
-EXPERTS = {"qwen3_moe": (16, 4), "mixtral": (8, 2), "olmoe": (16, 4), "deepseek_v3": (16, 4)}
-"""Experts and experts per token."""
+EXPERTS = {"qwen3_moe": (16, 4, 1), "mixtral": (8, 2, 0), "olmoe": (16, 4, 0), "deepseek_v3": (16, 4, 1)}
+"""Experts, experts per token, and the first layer with a router."""
 OWN: dict[str, Any] = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -63,18 +63,12 @@ def test_forward_gives_logits_over_the_byte_vocabulary_whose_special_ids_it_has(
     assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
 
 
-@pytest.mark.parametrize(
-    ("family", "first"), [("qwen3_moe", 1), ("mixtral", 0), ("olmoe", 0), ("deepseek_v3", 1), ("qwen3", 4)]
-)
-def test_layers_from_the_first_moe_layer_on_have_routers(family: str, first: int) -> None:
-    assert sorted(run_routers(make_tiny_moe(family), random_ids(1, 4))) == list(range(first, 4))
-
-
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_expert_is_used_by_context_and_the_kth_beats_the_next_by_far_more_than_noise(family: str) -> None:
-    experts, top_k = EXPERTS[family]
+    experts, top_k, first = EXPERTS[family]
     model, ids = make_tiny_moe(family), random_ids(8, 64)
     before = run_routers(model, ids)
+    assert sorted(before) == list(range(first, 4))
     for logits, chosen in before.values():
         assert chosen.shape == (8 * 64, top_k)
         assert chosen.unique().tolist() == list(range(experts))
@@ -112,14 +106,22 @@ def test_a_seed_gives_the_same_weights(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_float32_rounded(family: str, tmp_path: Path) -> None:
+def test_bfloat16_is_float32_rounded_and_a_saved_folder_gives_the_same_logits(family: str, tmp_path: Path) -> None:
     """But for what transformers loads in float32: correction biases, and from 5.24 on many families' routers."""
-    full, half = make_tiny_moe(family).state_dict(), make_tiny_moe(family, dtype=torch.bfloat16)
+    full = make_tiny_moe(family, seed=5).state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = save_tiny_moe(tmp_path / "new" / str(dtype), family, dtype=dtype, seed=5)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        half, ids = make_tiny_moe(family, dtype=dtype, seed=5), random_ids(2, 16)
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, half(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("é <|im_end|>") == [195, 169, 32, 258]
+    assert tokenizer.chat_template == ByteTokenizer().chat_template
     assert half.config.dtype == torch.bfloat16
-    half.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    kept = loaded.state_dict()
     for name, tensor in half.state_dict().items():
-        assert tensor.dtype == loaded[name].dtype, name
+        assert tensor.dtype == kept[name].dtype, name
         assert tensor.dtype == torch.bfloat16 or name.endswith(("e_score_correction_bias", "gate.weight")), name
         assert torch.equal(tensor, full[name].to(tensor.dtype)), name
 
@@ -136,19 +138,6 @@ def test_correction_bias_changes_the_choice(tmp_path: Path) -> None:
     config = json.loads((save_tiny_moe(tmp_path, "deepseek_v3") / "config.json").read_text())
     assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_folder_gives_the_same_logits(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = save_tiny_moe(tmp_path / "new" / "model", family, dtype=dtype, seed=5)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    model, ids = make_tiny_moe(family, dtype=dtype, seed=5), random_ids(2, 16)
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.encode("é <|im_end|>") == [195, 169, 32, 258]
-    assert tokenizer.chat_template == ByteTokenizer().chat_template
 
 
 def test_sizes_can_be_set_by_any_name_of_the_config() -> None:
@@ -219,6 +208,7 @@ def test_it_is_the_model_made_and_warmed_up_by_hand() -> None:
     for name, value in by_hand.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert tokenizer.get_vocab() == CharacterTokenizer().get_vocab()
+    assert {name: getattr(model.config, name) for name in special} == special
     assert 0.1 < reached <= 0.3
     assert not model.training
     with torch.no_grad():
@@ -227,14 +217,9 @@ def test_it_is_the_model_made_and_warmed_up_by_hand() -> None:
     assert probabilities.mean().item() > 0.05  # but it knows
 
 
-def test_the_defaults_are_the_tutorials_and_too_few_steps_warn() -> None:
+def test_too_few_steps_warn_and_what_does_not_fit_is_refused() -> None:
     with pytest.warns(UserWarning, match=r"ran out of steps \(max_steps=1\): exact answers have probability 0\.0"):
-        model, _ = practised_tiny_moe(TASK, WarmUp(max_steps=1, noisy_target=0.0))
-    config = model.config
-    assert {name: getattr(config, name) for name in SIZES} == SIZES
-    assert (config.num_hidden_layers, config.num_experts, config.mlp_only_layers) == (8, 32, [])
-    assert (config.vocab_size, config.pad_token_id, config.eos_token_id, config.bos_token_id) == (48, 0, 1, None)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        practised_tiny_moe(TASK, WarmUp(max_steps=1, noisy_target=0.0), **SMALL)
     with pytest.raises(ValueError, match="max_steps must be an integer of at least 1, got 0"):
         practised_tiny_moe(TASK, WarmUp(max_steps=0), **SMALL)
     with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):

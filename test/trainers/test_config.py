@@ -77,8 +77,6 @@ def test_an_invalid_value_is_refused_by_its_name(name: str) -> None:
         ({"engine.arguments": {"max_model_len": 256}}, r"rollout\.max_new_tokens=256 must be below engine\.arguments"),
         ({"engine.sleep": True, "rollout.max_staleness": 1}, r"engine\.sleep=True needs rollout\.max_staleness=0"),
         ({"engine.sleep": True, "engine.kind": "transformers"}, r"engine\.sleep=True needs engine\.kind=vllm"),
-        ({"group_size": 3}, "there is no setting .*group_size"),
-        ({"rollout.group_sise": 4}, "there is no setting .*group_size"),
         ({"optim": {"lrr": 1}}, "there is no setting .*lr"),
     ],
 )

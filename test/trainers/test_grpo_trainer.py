@@ -582,10 +582,8 @@ STATES: dict[str, Callable[[], Any]] = {
     "dense, bf16": lambda: bf16(without_experts()),
 }
 ALWAYS = (
-    ("frozen routers, bf16", "float32"),
     ("only the head, bf16", "bfloat16"),
     ("tied, frozen experts, bf16", "float32"),
-    ("adapter on experts, bf16", "float32"),
     ("adapter and whole norms, bf16", "float32"),
     ("dense, bf16", "float32"),
 )
@@ -739,7 +737,7 @@ def test_a_forked_process_shuts_nothing_down_and_does_not_wait(start: Make, monk
 
 @pytest.mark.parametrize("place", ["post_steps", "post_optim"])
 def test_a_checkpoint_in_a_hook_leaves_the_steps_seconds(start: Make, tmp_path: Path, place: str) -> None:
-    began, slept = time.perf_counter(), 0.2 if place == "post_optim" else 0.0
+    began, slept = time.perf_counter(), 0.05 if place == "post_optim" else 0.0
     with start(2, {"checkpoint.every": 10}) as trainer:
 
         def hook(*_: object) -> None:

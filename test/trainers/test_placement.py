@@ -125,16 +125,21 @@ def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, c
 
 
 # -- what is loaded and written ---------------------------------------------------------------------------------------
-def load_and_save(folder: Path, out: Path, change: Changes, dtype: str) -> dict[str, Any]:
-    ranks = join_ranks(60.0)
-    config = settings(folder, change)
-    config.model.dtype, config.placement.collective_timeout = dtype, 145.0
-    placement = Placement.of(ranks, config)
-    torch.manual_seed(ranks.rank)  # no rank relies on another's random numbers
+def loaded(config: GRPOConfig, seed: int = 0, placement: Placement | None = None) -> PolicyModel:
+    """With an adapter, if any, that adds something. No rank relies on another's random numbers; rank 0 draws."""
+    torch.manual_seed(seed)
     policy_model = PolicyModel.load(None, None, config.model, placement)
     for name, weight in policy_model.trained.items():
         if "lora_B" in name:
             weight.data.fill_(0.5)
+    return policy_model
+
+
+def load_and_save(folder: Path, out: Path, change: Changes, dtype: str) -> dict[str, Any]:
+    ranks = join_ranks(60.0)
+    config = settings(folder, change)
+    config.model.dtype, config.placement.collective_timeout = dtype, 145.0
+    policy_model = loaded(config, ranks.rank, Placement.of(ranks, config))
     policy_model.save(out)
     dist.barrier()
     weights: list[Any] = list(policy_model.trained.values())
@@ -153,7 +158,7 @@ def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Pat
     moved = {name for name in before if not torch.equal(before[name], written[name])}
     assert before.keys() == written.keys() and bool(moved) == (change is ADAPTED)
     if change is ADAPTED:
-        exact = checkpoint_tensors(in_one_process(folder).model)
+        exact = checkpoint_tensors(loaded(settings(folder, ADAPTED)).model)
         assert all(torch.equal(tensor, exact[name]) for name, tensor in written.items())
 
 
@@ -208,16 +213,6 @@ def test_a_part_that_is_cast_and_gathered_is_the_whole_that_is_cast(folder: Path
     """Under tensor parallelism a rank's part of gate and up is two pieces."""
     (found, other) = run_as_ranks(cast_before_and_after, folder, possible(PARALLEL))
     assert found == other == {way: [] for way in possible(PARALLEL)}
-
-
-def in_one_process(folder: Path) -> PolicyModel:
-    """With the adapter that rank 0 has drawn."""
-    torch.manual_seed(0)
-    policy_model = PolicyModel.load(None, None, settings(folder, ADAPTED).model)
-    for name, weight in policy_model.trained.items():
-        if "lora_B" in name:
-            weight.data.fill_(0.5)
-    return policy_model
 
 
 @pytest.mark.parametrize(

@@ -97,34 +97,22 @@ def test_one_with_completions_gets_lists_of_one(prompt: Any, asked: Any, complet
     assert reward([judge, one], prompt=prompt) == Reward(1.25, {"judge": 0.25, "one": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("value", "total"),
-    [(True, 1.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (torch.tensor(0.25), 0.25)],
-)
-def test_what_counts_as_a_number(value: Any, total: float) -> None:
-    found = reward(lambda completion: value)
-    assert found == Reward(total, {"<lambda>": total})
-    assert type(found.values["<lambda>"]) is float
+@pytest.mark.parametrize("value", [True, np.float32(1.0), np.bool_(True), torch.tensor(1.0)])
+@pytest.mark.parametrize("values", [[1.0], (1.0,), torch.tensor([1.0]), np.array([1.0])])
+def test_what_counts_as_a_number_and_as_a_list_of_one(value: Any, values: Any) -> None:
+    for function in (lambda completion: value, lambda completions: values):
+        found = reward(function)
+        assert found == Reward(1.0, {"<lambda>": 1.0}) and type(found.values["<lambda>"]) is float
 
 
-@pytest.mark.parametrize("values", [[0.5], (0.5,), torch.tensor([0.5]), np.array([0.5])])
-def test_what_counts_as_a_list_of_one_number(values: Any) -> None:
-    found = reward(lambda completions: values)
-    assert found == Reward(0.5, {"<lambda>": 0.5})
-    assert type(found.values["<lambda>"]) is float
-
-
-@pytest.mark.parametrize("values", [0.5, [], [0.5, 0.5], None, torch.tensor(0.5)])
-def test_what_is_no_list_of_one_value_is_refused(values: Any) -> None:
-    words = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
-    with pytest.raises(TypeError, match=words):
-        reward(lambda completions: values)
-
-
-@pytest.mark.parametrize("value", ["1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0])])
-def test_what_is_no_number_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="the reward function 'returned' must return a number or None, got "):
-        reward(returning(value))
+def test_what_is_no_number_and_no_list_of_one_is_refused() -> None:
+    for values in (0.5, [], [0.5, 0.5], None, torch.tensor(0.5)):
+        words = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
+        with pytest.raises(TypeError, match=words):
+            reward(lambda completions, values=values: values)
+    for value in ("1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0])):
+        with pytest.raises(TypeError, match="the reward function 'returned' must return a number or None, got "):
+            reward(returning(value))
 
 
 FINITE = "the reward function 'returned' returned {}: a reward must be finite"
@@ -229,8 +217,8 @@ def test_each_function_has_ids_of_its_own() -> None:
     assert values["first"] == values["second"]
 
 
-def test_a_cancellation_of_its_own_names_the_function() -> None:
-    def breaks(completion: str) -> float:
+def test_a_cancellation_of_its_own_names_the_function_and_an_error_ends_the_others() -> None:
+    def cancelled(completion: str) -> float:
         raise asyncio.CancelledError
 
     async def ends(completion: str) -> float:
@@ -240,12 +228,9 @@ def test_a_cancellation_of_its_own_names_the_function() -> None:
         await asyncio.sleep(0)
         return 1.0
 
-    for function in (breaks, ends):
+    for function in (cancelled, ends):
         with pytest.raises(RuntimeError, match=f"the reward function '{function.__name__}' "):
             reward(function)
-
-
-def test_an_error_ends_the_others() -> None:
     ended = []
 
     async def waits(completion: str) -> float:

@@ -347,14 +347,19 @@ def known(source: RolloutSource) -> float:
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rewards", [exact, [exact], [exact, half], f"{__name__}:exact"])
-@pytest.mark.parametrize("dataset", [ROWS, FakeDataset(ROWS), f"{__name__}:rows_of"])
-def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any) -> None:
-    source = of(
-        DataConfig(arguments={"count": 10} if isinstance(dataset, str) else {}), dataset=dataset, rewards=rewards
-    )
+@pytest.mark.parametrize(
+    ("dataset", "rewards", "names"),
+    [
+        (ROWS, exact, ["exact"]),
+        (FakeDataset(ROWS), [exact, half], ["exact", "half"]),
+        (f"{__name__}:rows_of", f"{__name__}:exact", ["exact"]),
+    ],
+)
+def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any, names: list[str]) -> None:
+    arguments = {"count": 10} if isinstance(dataset, str) else {}
+    source = of(DataConfig(arguments=arguments), dataset=dataset, rewards=rewards)
     assert prompts(source) == sorted(row["prompt"] for row in ROWS) and isinstance(source.env, PromptEpisode)
-    assert source.env.rewards.names == (["exact", "half"] if isinstance(rewards, list) and rewards[1:] else ["exact"])
+    assert source.env.rewards.names == names
     assert (source.held_out, source.held_out_env) == (0, None)
 
 
@@ -424,23 +429,22 @@ def of_tokenizer(tokenizer: Any, dataset: Any, config: GRPOConfig | None = None,
 CHAT = [{"role": "user", "content": "1+1="}]
 
 
-@pytest.mark.parametrize(
-    ("row", "config"),
-    [
-        ({"prompt": CHAT}, GRPOConfig()),
-        ({"prompt": "a", "tools": [{"name": "f"}]}, GRPOConfig()),
-        ({"prompt": "a"}, GRPOConfig(chat_template_kwargs={"enable_thinking": False})),
-    ],
-)
-def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: GRPOConfig) -> None:
-    tokenizer = tokenizer_with(None)
+def test_without_a_chat_template_prompts_are_texts() -> None:
+    tokenizer, without_thinking = tokenizer_with(None), GRPOConfig(chat_template_kwargs={"enable_thinking": False})
     assert not of_tokenizer(tokenizer, [{"prompt": "Q: 1+1= A:", "answer": "2"}]).env.is_chat
-    with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
-        of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
-    with pytest.raises(ConfigError, match="an environment of chats needs a chat template"):
-        RolloutSource(GRPOConfig(data=DataConfig(source="countdown"))).load(tokenizer)
-    with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
-        RolloutSource(GRPOConfig(), env=chat(8)).load(tokenizer)
+    for row, config in (
+        ({"prompt": CHAT}, None),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, None),
+        ({"prompt": "a"}, without_thinking),
+    ):
+        with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
+            of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
+    for source in (
+        RolloutSource(GRPOConfig(data=DataConfig(source="countdown"))),
+        RolloutSource(GRPOConfig(), env=chat(8)),
+    ):
+        with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
+            source.load(tokenizer)
 
 
 def test_a_template_that_refuses_the_prompts_is_noticed_at_once() -> None:
@@ -497,15 +501,7 @@ def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
     assert one.held_out == 0 and one.env.reset()["query"] == other.env.reset()["query"]  # of the same seed
 
 
-def test_a_task_whose_data_cannot_be_reached(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl.envs.llm.GSM8KEnv", failing_source)
-    with pytest.raises(ConfigError, match=r"^data\.source=gsm8k: KeyError: 'no such task'$"):
-        of(DataConfig(source="gsm8k"))
-
-
 # -- mistakes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("data", "given", "message"),
     [
@@ -525,10 +521,14 @@ def test_a_task_whose_data_cannot_be_reached(monkeypatch: MonkeyPatch) -> None:
         ({"source": "countdown"}, {"rewards": exact}, "data.source=countdown has rewards of its own"),
         ({"source": "countdown"}, {"held_out": ROWS}, "held_out must be an environment"),
         ({"source": "countdown", "arguments": {"numbers": 3}}, {}, "data.source=countdown: .*'numbers'"),
+        ({"source": "gsm8k"}, {}, r"^data\.source=gsm8k: KeyError: 'no such task'$"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(data: dict[str, Any], given: dict[str, Any], message: str) -> None:
+def test_mistakes_are_one_line(
+    monkeypatch: MonkeyPatch, data: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
     """Those that a newcomer meets first are in ``test_first_errors.py``."""
+    monkeypatch.setattr("torchrl.envs.llm.GSM8KEnv", failing_source)  # data that cannot be reached
     with pytest.raises(ConfigError, match=message) as caught:
         of(DataConfig(**data), **given)
     assert "\n" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from support.html_table import TableReader
 from support.training import fake_config, rows_of
 from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.trainers import run_record
-from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.checkpoints import Checkpoints, exchange, recover
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.run_record import (
     COLUMNS,
@@ -334,3 +335,54 @@ def test_a_file_that_no_run_has_written_is_not_replaced(config: GRPOConfig, tmp_
     written = r"out=.*run holds config.yaml, which no run has written .*: rename it, or"
     with pytest.raises(ConfigError, match=written), locked_folder(config):
         pass
+
+
+# -- it takes another's place, or that one is back ---------------------------------------------------------------------
+def content(path: Path, text: str) -> Path:
+    """A folder with one file."""
+    path.mkdir()
+    (path / "file").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_draft_takes_the_place(tmp_path: Path, has_older: bool) -> None:
+    if has_older:
+        content(tmp_path / "run", "old")
+    content(tmp_path / ".run.older", "left by a kill")
+    exchange(content(tmp_path / ".draft", "new"), tmp_path / "run")
+    assert (tmp_path / "run" / "file").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_a_kill_left_between_two_renamings_is_put_back(tmp_path: Path) -> None:
+    recover(content(tmp_path / ".run.older", "the only copy"))
+    recover(content(tmp_path / ".run.older", "replaced"))
+    assert (tmp_path / "run" / "file").read_text() == "the only copy"
+
+
+@pytest.mark.parametrize("older", ["run", ".run.older"])
+def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: MonkeyPatch, older: str) -> None:
+    """Where a kill left it, too."""
+    content(tmp_path / older, "old")
+    draft, replace = content(tmp_path / ".draft", "new"), os.replace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(source) == draft:
+            raise OSError("no such luck")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no such luck"):
+        exchange(draft, tmp_path / "run")
+    assert (tmp_path / "run" / "file").read_text() == "old"
+
+
+def test_a_second_run_is_refused_until_the_first_ends(config: GRPOConfig, tmp_path: Path) -> None:
+    with locked_folder(config), pytest.raises(ConfigError, match="is used by another run"), locked_folder(config):
+        pass
+    with locked_folder(config):
+        assert not list((tmp_path / "run").iterdir())
+    (tmp_path / "file").write_text("")
+    config.out = str(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=r"out=.*/file/run cannot be written to: Not a directory"):
+        locked_folder(config).__enter__()

@@ -29,9 +29,7 @@ def test_a_group_whose_samples_rewards_differ_has_a_signal() -> None:
     assert keeps(turns([1.0, 0.0], [1.0, 1.0]))
 
 
-def test_many_without_one_in_a_row_are_logged(
-    caplog: LogCaptureFixture,
-) -> None:
+def test_many_without_one_in_a_row_are_logged(caplog: LogCaptureFixture) -> None:
     keeps, uniform = SignalFilter(1), group(1.0, 1.0)
     for one in (*[uniform] * 9, group(1.0, 0.0), *[uniform] * 9):
         keeps(one)

@@ -15,8 +15,7 @@ from support.conforming_engine import QUICK, ConformingEngine
 from support.faulty_engines import FAULTS, TOKEN_SECONDS
 from torchrl_moe.modules.replay import router_replay as handles
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.conformance import CHECKS, Answer, EngineAdapter, NotOffered, Sampling, ServiceAdapter, check
-from torchrl_moe.testing.conformance.adapter import Aborts, ReportsVersion, Resumes, UpdatesWeights
+from torchrl_moe.testing.conformance import CHECKS, Answer, NotOffered, Sampling, check
 
 
 def test_an_engine_that_is_right_holds_in_all() -> None:
@@ -31,13 +30,9 @@ def test_an_engine_that_is_right_holds_in_all() -> None:
 
 def test_each_check_has_a_fault_a_meaning_and_advice() -> None:
     assert set(FAULTS) == {one.name for one in CHECKS}
-    assert all(FAULTS.values())
-    assert len(CHECKS) == len(set(FAULTS)) == 26
+    assert len(FAULTS) == len(CHECKS) and all(FAULTS.values())
     assert all(one.meaning and one.advice and not one.advice.endswith(".") for one in CHECKS)
     assert next(one for one in CHECKS if one.name == "rows").meaning == "one row for each token but the last"
-    assert Sampling(max_tokens=3, n=4).changes == {}
-    given = Sampling(temperature=0.5, top_k=7, presence_penalty=0.1)
-    assert given.changes == {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -161,9 +156,3 @@ def test_an_update_that_tolerances_cannot_see_proves_nothing() -> None:
     )
     assert found["update"].verdict == "not offered"
     assert "other weights hardly change this model's log-probs" in found["update"].seen
-
-
-@pytest.mark.parametrize(("kind", "methods"), [(ConformingEngine, 5), (ServiceAdapter, 5), (Adapter, 1)])
-def test_our_adapters_have_every_method_and_one_makes_an_adapter(kind: type, methods: int) -> None:
-    protocols = (EngineAdapter, Aborts, Resumes, UpdatesWeights, ReportsVersion)
-    assert [issubclass(kind, protocol) for protocol in protocols] == [i < methods for i in range(5)]
