@@ -133,11 +133,15 @@ class Versions:
 
     def distance(self, completion: Completion, output: CompletionOutput) -> float:
         """Return how far an answer's log-probs are from its versions', earlier rows as recorded, as R3 replays them."""
-        made_by, found = torch.from_numpy(output.policy_versions.astype(np.int64)), []
+        prompt = len(completion.prompt_token_ids)
+        made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
+        row_by = torch.cat([made_by[:1].expand(prompt - 1), made_by])
+        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+        found = []
         for version in made_by.unique().tolist():
             self.load(version)
-            expected, _ = self.reference.expected(completion, output, since=version)
-            off = (torch.from_numpy(output.logprobs.copy()) - expected).abs()
+            log_probs, _ = self.reference(ids, routes=output.routed_experts, followed=row_by < version)
+            off = (torch.from_numpy(output.logprobs.copy()) - log_probs[prompt:]).abs()
             found.append(float(off[made_by == version].max()))
         return max(found)
 
