@@ -57,10 +57,8 @@ def refused(says: str, *parts: Mapping[str, Any], **more: Any) -> dict[str, Any]
 
 
 TYPES = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-by_types, by_first = (
-    but_the_first("mlp_layer_types", TYPES["mlp_layer_types"]),
-    but_the_first("first_k_dense_replace", 1),
-)
+by_types = but_the_first("mlp_layer_types", TYPES["mlp_layer_types"])
+by_first = but_the_first("first_k_dense_replace", 1)
 by_list, by_count = but_the_first("mlp_only_layers", [0]), but_the_first("num_dense_layers", 1)
 
 # fmt: off

@@ -7,6 +7,7 @@ is written into a notebook holds no times and no paths, so that a second run dif
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -103,7 +104,7 @@ def save(notebook: NotebookNode, path: Path) -> None:
 
 def with_head(notebook: NotebookNode, name: str, settings: Settings) -> NotebookNode:
     """Return a notebook whose badge and install cell are what the settings say."""
-    notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
+    notebook = copy.deepcopy(notebook)
     first, *rest = notebook.cells
     text = re.sub(r"^\[!\[Open in Colab\].*\n*", "", first.source)
     first.source = f"{settings.badge(name)}\n\n{text}"
@@ -115,7 +116,7 @@ def with_head(notebook: NotebookNode, name: str, settings: Settings) -> Notebook
 
 def cleaned(notebook: NotebookNode) -> NotebookNode:
     """Return a notebook without a terminal's codes, and without what only one run has: times, bars, its Python."""
-    notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
+    notebook = copy.deepcopy(notebook)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     for cell in notebook.cells:
@@ -174,7 +175,7 @@ def _cell_problems(cell: NotebookNode, folder: Path) -> Iterator[str]:
 
 def executed(notebook: NotebookNode, cell_seconds: int = MOST_SECONDS) -> NotebookNode:
     """Run a notebook by this Python in an empty folder, over this checkout; return it with what it showed."""
-    notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
+    notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         profile = {"IPYTHONDIR": f"{folder}/.ipython", "JUPYTER_CONFIG_DIR": f"{folder}/.jupyter"}
         environment = {**os.environ, **profile, "PYTHONPATH": str(ROOT)}

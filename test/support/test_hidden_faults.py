@@ -9,18 +9,12 @@ import pytest
 
 from support import hidden_faults
 from support.fault_table import FAULTS, Fault
-from support.hidden_faults import Result, Run, files_of, introduced, judge
-from support.mutants import ROOMS
+from support.hidden_faults import files_of, judge, replaced
+from support.mutants import ROOMS, mutants_of
 from support.sources import ROOT
 
 ROW = "two-is-three: A number was another one (60 s)\nnumber.py: test_number.py LOSSES\n-NUMBER = 2\n+NUMBER = 3"
 FAULT = Fault.read(ROW)
-
-
-def test_a_row_is_read() -> None:
-    assert (FAULT.name, FAULT.title, FAULT.patience) == ("two-is-three", "A number was another one", 60)
-    assert (FAULT.file, FAULT.mended, FAULT.faulty) == ("number.py", "NUMBER = 2\n", "NUMBER = 3\n")
-    assert FAULT.tests == ("test_number.py", "objectives/", "contract/test_loss*.py")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -33,9 +27,9 @@ def test_a_fault_of_the_table_changes_code_that_is_there_once_and_is_read(fault:
 
 def test_faults_have_names_of_their_own_and_rooms_of_mutants_have_sources_and_tests() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30  # names are told apart
-    for room in ROOMS.values():
-        assert [*(ROOT / "torchrl_moe").glob(room.sources)]
-        assert all([*(ROOT / "test").glob(pattern)] for pattern in room.tests)
+    for sources, *patterns in ROOMS.values():
+        assert [*(ROOT / "torchrl_moe").glob(sources)]
+        assert all(files_of((pattern,), ROOT) for pattern in patterns)
 
 
 @pytest.mark.parametrize("text", ["NUMBER = 4\n", "NUMBER = 2\nNUMBER = 2\n"])
@@ -56,15 +50,16 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_a_fault_is_taken_out_again_and_no_byte_code_of_it_is_left(tree: Path) -> None:
-    compiled = tree / "torchrl_moe" / "__pycache__" / "number.cpython-311.pyc"
+    path = tree / "torchrl_moe" / "number.py"
+    compiled = path.parent / "__pycache__" / "number.cpython-311.pyc"
     compiled.parent.mkdir()
     compiled.touch()
-    with pytest.raises(KeyError), introduced(FAULT, tree):
+    with pytest.raises(KeyError), replaced(path, FAULT.introduced(path.read_text())):
         assert not compiled.exists()
-        assert (tree / "torchrl_moe" / "number.py").read_text() == "NUMBER = 3\n"
+        assert path.read_text() == "NUMBER = 3\n"
         compiled.touch()
         raise KeyError
-    assert (tree / "torchrl_moe" / "number.py").read_text() == "NUMBER = 2\n" and not compiled.exists()
+    assert path.read_text() == "NUMBER = 2\n" and not compiled.exists()
 
 
 def test_patterns_are_folders_or_globs_and_keep_their_order(tree: Path) -> None:
@@ -75,21 +70,44 @@ def test_patterns_are_folders_or_globs_and_keep_their_order(tree: Path) -> None:
     assert found == [["test/room/test_b.py"], ["test/room/test_a.py"], ["test/test_number.py"]]
 
 
-def test_a_fault_that_a_test_notices_is_caught_by_it(tree: Path) -> None:
-    result = judge(FAULT, tree, 60)
-    assert (result.end, result.test) == ("caught", "test/test_number.py::test_number")
-    assert result.said.startswith("AssertionError") or "NUMBER" in result.said
-
-
 TEST = "test/test_number.py::test_number"
-ENDS = {"survived": [Run(5)], "broken": [Run(1, "test/test_number.py")], "unsteady": [Run(1, TEST), Run(1, TEST)]}
-ENDS |= {"hung": [Run(None, TEST)], "killed": [Run(-9, TEST)]}
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_what_becomes_of_a_fault(end: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = iter(ENDS[end])
-    monkeypatch.setattr(hidden_faults, "run_tests", lambda *_: next(runs))
-    assert judge(FAULT, tree).end == end
-    assert Result(end).is_caught == (end == "hung")
-    assert next(runs, None) is None
+def test_a_fault_that_a_test_notices_is_caught_by_it(tree: Path) -> None:
+    assert judge(FAULT, tree, 60) == (True, f"caught by {TEST}")
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_caught", "end"),
+    [
+        ([(5, "")], False, "SURVIVED"),
+        ([(0, "")], False, "SURVIVED"),
+        ([(1, "test/test_number.py")], False, "NOT KNOWN"),  # it could not be imported
+        ([(-9, TEST)], False, "NOT KNOWN"),
+        ([(1, TEST), (1, TEST)], False, "UNSTEADY"),
+        ([(None, TEST)], True, "caught: the tests did not end"),
+    ],
+)
+def test_what_becomes_of_a_fault(
+    runs: list[tuple[int | None, str]], is_caught: bool, end: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_faults, "run_tests", lambda *_: runs.pop(0))
+    found = judge(FAULT, tree)
+    assert found[0] == is_caught and found[1].startswith(end)
+    assert runs == []
+
+
+def test_a_mutant_is_the_file_with_one_change_and_no_word_of_an_error_or_a_type_changes() -> None:
+    text = (
+        'def f(x: "A" = 1) -> int:\n    if x:\n        raise KeyError(x + 1)\n    return max(ü < 2,\n        3)  # ü\n'
+    )
+    found = [(one.line, one.kind, one.text) for one in mutants_of("a.py", text)]
+    assert found == [
+        (1, "constant", text.replace("= 1", "= 2")),
+        (2, "condition", text.replace("if x", "if (not (x))")),
+        (3, "no check", text.replace("raise KeyError(x + 1)", "pass")),
+        (4, "function", text.replace("max", "min")),
+        (4, "comparison", text.replace("ü < 2", "(ü <= 2)")),
+        (4, "constant", text.replace("< 2", "< 3")),
+        (5, "constant", text.replace("3)", "4)")),
+    ]
