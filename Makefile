@@ -29,7 +29,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format mutants train real-model train-real notebooks bench evidence docs docs-check package release-check clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check faults lint format house mutants train real-model train-real notebooks bench evidence docs docs-check package release-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -91,6 +91,9 @@ lint: venv ## check style, format and types
 
 mutants: venv ## put small faults into the pure parts, and list those that no test notices
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.mutants $(ARGS)
+
+house: venv ## count the package by rooms, and the files that three calls run through; writes docs/reference/design.md
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.house
 
 format: venv ## fix what ruff can fix, and format
 	@$(VENV) -m ruff check --fix
