@@ -1,8 +1,8 @@
 """Runs in each environment of ``install_check.py``: a real engine against a stock transformers model, in float32.
 
 It generates with routes, over the whole vocabulary and over less, with experts that are given, and after a weight
-update; and it scores. It is called with a file, to which it writes versions and figures as JSON, and the release of
-vLLM that the engine must be of; it fails if a figure is too large.
+update; it scores, and answers over HTTP. It is called with a file, to which it writes versions and figures as JSON, and
+the release of vLLM that the engine must be of; it fails if a figure is too large.
 Only public names of torchrl_moe are used, and nothing of its tests.
 """
 
@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
+from torchrl_moe.http import serve_http
 from torchrl_moe.modules import AsyncVLLM, RouterReplay
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
@@ -153,6 +155,22 @@ def forced(engine: AsyncVLLM, model: PreTrainedModel) -> float:
     return float(torch.stack(differences).max())
 
 
+def served(engine: AsyncVLLM, model: PreTrainedModel) -> float:
+    """Generate through the OpenAI API of a server of ours."""
+    asked = {"prompt": PROMPTS[0], "max_tokens": ANSWER, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+    with serve_http(engine, served_model_name="tiny") as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps({"model": "tiny", "temperature": 1.0, **asked}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=SECONDS) as response:
+            choice = json.loads(response.read())["choices"][0]
+    ids = torch.tensor([*PROMPTS[0], *choice["token_ids"]])
+    expected = log_probs(model, ids)[-ANSWER:]
+    return float((torch.tensor(choice["logprobs"]["token_logprobs"]) - expected).abs().max())
+
+
 @torch.no_grad()
 def updated(engine: AsyncVLLM, model: PreTrainedModel) -> float:
     """Change the weights, send them, and generate."""
@@ -195,6 +213,7 @@ def main(file: Path, release: str) -> None:
             figures = sampled(engine, model)
             figures["score()"] = scored(engine, model)
             figures["experts given, replayed by RouterReplay"] = forced(engine, model)
+            figures["over HTTP"] = served(engine, model)
             figures["after a weight update"] = updated(engine, model)
             found = {"versions": versions(engine), "figures": figures}
     print(json.dumps(found, indent=1))

@@ -211,6 +211,16 @@ def test_a_group_may_be_large(collect: Collect) -> None:
 # -- continuing -------------------------------------------------------------------------------------------------------
 
 
+def test_fewer_may_be_in_line_after_a_restore(collect: Collect) -> None:
+    collector, after = collect(max_staleness=3), collect(max_staleness=0)
+    next(iter(collector))
+    until(lambda: len(collector.state_dict()["ready"]) == 6)
+    after.load_state_dict(collector.state_dict())
+    batches = iter(after)
+    assert (prompts(next(batches)), waiting(after.state_dict())) == (["q2", "q3"], ["q4", "q5", "q6", "q7"])
+    assert [prompts(next(batches)) for _ in range(3)] == [["q4", "q5"], ["q6", "q7"], ["q8", "q9"]]
+
+
 def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """A complete group does not overtake one that was under way: an epoch of fifo ends with its last prompt."""
 

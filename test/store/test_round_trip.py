@@ -130,6 +130,17 @@ def test_a_version_that_is_read_is_neither_removed_nor_written_over(
     assert sum(path.stat().st_size for path in folder.glob("*v*")) < 3 * 4_500
 
 
+def test_patches_in_memory_keep_what_they_are_patches_of(memory: Path) -> None:
+    writer, reader, weights = WeightStoreWriter(memory, delta=True), WeightStoreReader(memory), constant(0, 100_000)
+    for version in range(1, 40):
+        weights = {**weights, "w": weights["w"].clone()}
+        weights["w"][version] = version
+        writer.publish(weights.items(), version)
+        found = read(reader, version)
+        assert found["w"].equal(weights["w"])
+    assert sum(path.stat().st_size for path in memory.glob("*v*")) < 2 * 401_000
+
+
 def test_a_process_forked_meanwhile_holds_no_version(folder: Path) -> None:
     """As a trainer forks workers of a data loader: they have its open files."""
     writer, reader = WeightStoreWriter(folder), WeightStoreReader(folder)

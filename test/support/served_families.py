@@ -68,7 +68,9 @@ def engine_arguments(name: str) -> dict[str, Any]:
 
 EXTERNAL = "TransformersMoERunner takes experts that transformers' code has chosen"
 NO_SIGMOID = "AssertionError"  # vLLM's router for CPUs scores by sigmoid in groups of experts alone
-PACKED = "Dimension out of range"  # vLLM packs a convolution's weight, and then asks for its width
+# where the CPU has AMX, vLLM packs a convolution's weight, and then asks for its width; else it lacks Jamba's kernel,
+# and serves LFM2, but its attention is far from that of transformers
+PACKED = "Dimension out of range|selective_scan_fwd"
 SPARSE = "Sparse Attention is not supported on CPU"
 LINEAR = "linear_attention. does not dispatch"
 NO_VISION = "failed to be inspected"  # its file in vLLM imports torchvision, or a kernel, that is not here

@@ -337,8 +337,10 @@ class Search:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a module or a body, those under ``if``, ``try``, ``with`` and loops too."""
+    """The statements of a module or a body, those under ``if``, ``try``, ``with`` and loops too, but not a script's."""
     for statement in ast.iter_child_nodes(tree):
+        if isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test):
+            continue
         if isinstance(statement, ast.stmt):
             yield statement
         if isinstance(statement, ast.If | ast.Try | ast.ExceptHandler | ast.With | ast.For | ast.While):

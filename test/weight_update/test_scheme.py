@@ -113,6 +113,12 @@ def test_a_pickled_scheme_has_a_store_of_its_own_or_the_given_one(tmp_path: Path
     assert [folder.is_dir() for folder in (own.folder, copy.folder, tmp_path)] == [True, False, True]
 
 
+def test_it_shows_its_choices() -> None:
+    assert repr(VLLMWeightSyncScheme(mode="drain", kv="recompute")) == (
+        "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', verify='digest', delta=False)"
+    )
+
+
 def test_its_own_folder_goes_at_shutdown_and_a_given_one_stays(tmp_path: Path) -> None:
     own, given = VLLMWeightSyncScheme(), VLLMWeightSyncScheme(folder=tmp_path / "store")
     sender = given.create_sender()

@@ -28,8 +28,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.anthropic import api_router as messages_api
+from vllm.entrypoints.cli.serve import make_arg_parser  # its own module is another one in 0.33
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion import api_router as chat_api
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion import api_router as completions_api
