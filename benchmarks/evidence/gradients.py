@@ -16,6 +16,7 @@ one policy, and not another for each pass.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +190,7 @@ def variances(**setting: Any) -> Iterator[dict[str, object]]:
                         "target": target,
                         "bias": f"{bias:.5g}",
                         "std": f"{std:.5g}",
-                        "answers": f"{(std / bias) ** 2:.4g}",
+                        "answers": f"{(std / bias) ** 2 if bias else math.inf:.4g}",
                         "share": f"{share:.4g}" if name == "mixture" else "",
                     }
 

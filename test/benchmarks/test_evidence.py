@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -101,9 +102,14 @@ def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gradients.ALL_NOISES, "all flipped", Noise(flips=1.0, nearest=False))
 
 
+def small(noise: str, masks: str = "yes") -> dict[str, Any]:
+    """A setting of two layers, eight experts, top two."""
+    return dict(zip(KEYS["gradients"], ("qwen3_moe", 2, 8, 2, noise, masks, 0, "fresh"), strict=True))
+
+
 @pytest.mark.parametrize("noise", ["none", "all flipped"])
 def test_exact_gradients_without_noise_and_under_replay_are_the_engines_own(few_words: None, noise: str) -> None:
-    rows = list(gradients.measured("qwen3_moe", 2, 8, 2, noise, "yes", 0, "fresh"))
+    rows = list(gradients.measured(**small(noise)))
     error = {(row["arm"], row["weight"], row["target"]): float(str(row["error"])) for row in rows}
     mismatch = float(str(rows[0]["rows_mismatch"]))
     # R3 computes the engine's own policy: all ratios are 1, and its expected gradient is the engine's
@@ -121,12 +127,48 @@ def test_without_masks_the_words_that_were_left_out_count(few_words: None) -> No
     kl = {
         masks: [
             abs(float(str(row["kl"])))
-            for row in gradients.measured("qwen3_moe", 2, 8, 2, "none", masks, 0, "fresh")
+            for row in gradients.measured(**small("none", masks))
             if (row["arm"], row["weight"]) == ("R3", "ratio")
         ]
         for masks in ("yes", "no")
     }
     assert max(kl["yes"]) < 1e-5 < min(kl["no"])
+
+
+def test_bias_and_variance_are_those_of_single_answers(few_words: None) -> None:
+    rows = {(row["arm"], row["weight"], row["target"]): row for row in gradients.variances(**small("all flipped"))}
+    measured = {(row["arm"], row["weight"], row["target"]): row for row in gradients.measured(**small("all flipped"))}
+    assert {key: row["bias"] for key, row in rows.items() if key in measured and key[1] != "ratio"} == {
+        key: row["error"] for key, row in measured.items() if key[1] != "ratio"
+    }
+    # the terms of all answers, one backward pass for each word of weights
+    answers = gradients.Answers(0)
+    (age,) = gradients._ages(answers, **small("all flipped"))
+    mu, actor = age.log_mu.exp(), age.arms["live"]
+    one_each = torch.eye(len(mu), dtype=torch.float64) * age.advantage
+    terms = torch.stack([answers.gradient(actor, age.told, one) for one in one_each])
+    mean = mu @ terms
+    variance = mu @ (terms - mean).square().sum(1)
+    row, norm = rows["live", "none", "trainer"], age.targets["trainer"].norm()
+    assert float(str(row["std"])) == pytest.approx(float(variance.sqrt() / norm), rel=1e-3)
+    assert float(str(row["answers"])) == pytest.approx(
+        (float(str(row["std"])) / float(str(row["bias"]))) ** 2, rel=1e-2
+    )
+    # the best mixture has no more bias than what it mixes
+    for arm, target in itertools.product(("live", "R3"), ("engine", "trainer")):
+        ends = [float(str(rows[arm, weight, target]["bias"])) for weight in ("none", "seq_tis")]
+        assert float(str(rows[arm, "mixture", target]["bias"])) <= min(ends) * (1 + 1e-3)
+
+
+def test_updates_of_adapters_are_merged_and_those_over_the_same_answers_move_them_more() -> None:
+    rows = {
+        (ages, row["lr"], row["arm"]): {name: float(str(row[name])) for name in ("kl", "rows_moved")}
+        for ages in ("stale", "passes", "LoRA")
+        for row in lengths.measured("qwen3_moe", 2, 8, 2, "bfloat16", 0, 8, ages)
+    }
+    assert rows["passes", 1e-5, "R3"]["kl"] > rows["stale", 1e-5, "R3"]["kl"]
+    assert rows["LoRA", 1e-3, "R3"]["kl"] > rows["LoRA", 1e-4, "R3"]["kl"] > rows["stale", 0.0, "R3"]["kl"]
+    assert rows["LoRA", 1e-3, "R3"]["rows_moved"] > 0
 
 
 def test_what_an_engine_quantises_is_in_its_log_probs() -> None:
