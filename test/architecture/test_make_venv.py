@@ -145,6 +145,7 @@ def test_a_changed_input_installs_again_and_a_step_that_fails_leaves_no_stamp(ch
         run = checkout.make_venv(**({"STUB_FAILS": step} if step else {}))
         assert len(checkout.calls) > before, name
         assert (run.returncode == 0, checkout.stamp.exists()) == (not step, not step)
+        assert checkout.make_venv().returncode == 0 and checkout.stamp.exists()  # so that the next change is the reason
     assert len(checkout.calls) == before + INSTALLATIONS
 
 
