@@ -325,6 +325,13 @@ def test_how_it_looks() -> None:
     assert repr(sample().pad().unsqueeze(0)[:0]).startswith("RoutedExperts(shape=[0, T=3, L=3, K=2], dtype=int8")
 
 
+def test_a_lazy_stack_without_samples() -> None:
+    nothing = lazy_stack([sample(), sample(2)])[:0]
+    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape) == (0.0, 0, (0, 0, 0, 0))
+    assert nothing.validate(LAYOUT) is nothing
+    assert repr(nothing) == "RoutedExperts(shape=[])"
+
+
 def test_route_table() -> None:
     routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
     assert routes.route_table(["What", " is\n", "?"]).splitlines() == [

@@ -695,6 +695,17 @@ def test_an_fp32_trainer_sends_a_bf16_engine_half_the_bytes(connect: Connect) ->
         assert held["lm_head.weight"].float().allclose(model.lm_head.weight, rtol=1e-2)
 
 
+def test_a_tied_name_that_the_engines_checkpoint_has_is_sent() -> None:
+    model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True, num_hidden_layers=2)
+    engine = FakeFleet(1, expected={**get_model_metadata(model), HEAD: (torch.float32, model.lm_head.weight.shape)})
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(dict.fromkeys(model.state_dict()), vllm_engine=engine)
+    assert sender.update_weights().failed == {}
+    assert torch.equal(engine.fakes[0].weights[HEAD], model.model.embed_tokens.weight)
+    sender.shutdown()
+
+
 def test_the_canary_goes_with_the_registered_model_only(connect: Connect) -> None:
     model = make_tiny_moe("mixtral", num_hidden_layers=1)
     engine = FakeFleet(1, expected=get_model_metadata(model))

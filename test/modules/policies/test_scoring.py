@@ -117,9 +117,12 @@ def spoiled(rows: Tensor, place: tuple[int, int, int], value: int) -> Tensor:
 BAD: dict[str, tuple[Callable[[Tensor], Any], type[RoutingError], str]] = {
     "missing": (lambda rows: None, ReplayError, r"needs \('routed_experts', 'full'\) in every sample"),
     "short": (lambda rows: rows[1:], ReplayError, "of sample 1 has 8 rows, its tokens are 9"),
+    "long": (lambda rows: torch.cat([rows, rows[-1:]]), ReplayError, "of sample 1 has 10 rows, its tokens are 9"),
     "layers": (lambda rows: rows[:, 1:], RouteShapeError, r"of sample 1 must have shape \[T, 4, 4\], got \[9, 3, 4\]"),
     "float": (lambda rows: rows.float(), RouteValueError, "of sample 1 must have a signed integer dtype"),
+    "unsigned": (lambda rows: rows.clamp(min=0).byte(), RouteValueError, "of sample 1 must have a signed integer"),
     "range": (lambda rows: spoiled(rows, (7, 2, 0), 16), RouteValueError, "sample 1, token 7, layer 2 holds expert 16"),
+    "dense": (lambda rows: spoiled(rows, (7, 0), 3), RouteValueError, "sample 1, token 7, layer 0 .* has no router"),
 }
 
 
