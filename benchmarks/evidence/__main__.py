@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables[part].measure(MEASURED[part][1], **setting)
     if "figures" in parts:
         figures.draw(folder, folder if options.quick else figures.DOCS)
+        figures.write_medians(folder, Path("runs/evidence") / ("quick/medians.md" if options.quick else "medians.md"))
 
 
 if __name__ == "__main__":

@@ -33,12 +33,7 @@ SIZE, DPI = (7.2, 3.4), 90
 def draw(data: Path, folder: Path) -> None:
     """Draw all figures of which there are rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    of_lengths = Table(data / "lengths.csv", KEYS["lengths"])
-    # an arm of its own; its other rows are those of the same seeds, once more
-    of_lengths.rows = [row for row in of_lengths.rows if row["ages"] != "with weights"]
-    for row in of_lengths.rows:
-        if row["ages"] in OTHER_UPDATES:  # not of the same setting as updates with other answers
-            row["noise"] = f"{row['noise']}, {OTHER_UPDATES[row['ages']]}"
+    of_lengths = _lengths(data)
     of_gradients = Table(data / "gradients.csv", KEYS["gradients"])
     of_run_rows = Table(data / "runs.csv", KEYS["runs"])
     of_real = Table(data / "real.csv", KEYS["real"])
@@ -54,6 +49,30 @@ def draw(data: Path, folder: Path) -> None:
         by_task(of_real, folder / "real_model.png")
 
 
+def write_medians(data: Path, file: Path) -> None:
+    """Write the medians of sample sizes, gradients, and their bias and variance: what the pages say in words."""
+    gradients, variances = (Table(data / f"{name}.csv", KEYS[name]).rows for name in ("gradients", "variances"))
+    tables = [
+        medians(_longest_of_seeds(_lengths(data).rows), KEYS["lengths"][:5], "tokens", ("ess", "kl", "clipped")),
+        medians(gradients, KEYS["gradients"][:6], "weight", ("error", "cosine")),
+        medians(variances, KEYS["variances"][:6], "weight", ("bias", "std", "answers")),
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+    print(f"medians of all settings: {file}")
+
+
+def _lengths(data: Path) -> Table:
+    """The rows of sample sizes, whose settings are told apart."""
+    table = Table(data / "lengths.csv", KEYS["lengths"])
+    # an arm of its own; its other rows are those of the same seeds, once more
+    table.rows = [row for row in table.rows if row["ages"] != "with weights"]
+    for row in table.rows:
+        if row["ages"] in OTHER_UPDATES:  # not of the same setting as updates with other answers
+            row["noise"] = f"{row['noise']}, {OTHER_UPDATES[row['ages']]}"
+    return table
+
+
 def middle(values: Iterable[float]) -> tuple[float, float, float]:
     """The median of finite values, and the quartiles around it."""
     found = sorted(value for value in values if math.isfinite(value))
@@ -61,6 +80,22 @@ def middle(values: Iterable[float]) -> tuple[float, float, float]:
         return (found * 3)[0], (found * 3)[1], (found * 3)[2]
     low, median, high = statistics.quantiles(found, n=4, method="inclusive")
     return median, low, high
+
+
+def medians(rows: Sequence[Mapping[str, str]], setting: Sequence[str], within: str, figures: Sequence[str]) -> str:
+    """Medians over seeds, in Markdown: a line for each setting, age, arm, ``within`` and target."""
+    columns = (*setting, "lr", "updates", "arm", within, *(["target"] if rows and "target" in rows[0] else []))
+    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in columns), []).append(row)
+    lines = [
+        "| " + " | ".join((*columns, "seeds", *figures)) + " |",
+        "| --- " * (len(columns) + 1 + len(figures)) + "|",
+    ]
+    for key, of_key in found.items():
+        shown = [f"{middle(float(row[name]) for row in of_key)[0]:.3g}" for name in figures]
+        lines.append("| " + " | ".join((*key, str(len({row["seed"] for row in of_key})), *shown)) + " |")
+    return "\n".join(lines)
 
 
 def _figure(columns: int, lines: int = 1) -> tuple[Any, Any]:

@@ -130,6 +130,10 @@ class Age:
     targets: Mapping[str, Tensor]
     shares: Mapping[str, float]
 
+    def key(self, arm: str, weight: str, target: str) -> dict[str, object]:
+        """The columns that say which estimator a row is of."""
+        return {"lr": self.lr, "updates": self.updates, "arm": arm, "weight": weight, "target": target}
+
 
 def measured(**setting: Any) -> Iterator[dict[str, object]]:
     """Yield a row for each age, arm, weight and target."""
@@ -146,11 +150,7 @@ def measured(**setting: Any) -> Iterator[dict[str, object]]:
                 found = answers.gradient(actor, age.told, mu * weight * age.advantage)
                 for target, true in age.targets.items():
                     yield {
-                        "lr": age.lr,
-                        "updates": age.updates,
-                        "arm": arm,
-                        "weight": name,
-                        "target": target,
+                        **age.key(arm, name, target),
                         "error": f"{_off(found, true):.5g}",
                         "cosine": f"{float(torch.cosine_similarity(found, true, 0)):.6g}",
                         "ess": f"{ess:.6g}",
@@ -183,11 +183,7 @@ def variances(**setting: Any) -> Iterator[dict[str, object]]:
                     variance = (mu * (weight * age.advantage).square() * squares).sum() - sums[name].square().sum()
                     std, bias = float(variance.sqrt() / true.norm()), _off(sums[name], true)
                     yield {
-                        "lr": age.lr,
-                        "updates": age.updates,
-                        "arm": arm,
-                        "weight": name,
-                        "target": target,
+                        **age.key(arm, name, target),
                         "bias": f"{bias:.5g}",
                         "std": f"{std:.5g}",
                         "answers": f"{(std / bias) ** 2 if bias else math.inf:.4g}",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl.modules.llm.policies import Tokens
 
 from benchmarks.evidence import gradients, lengths, real, runs, tasks
-from benchmarks.evidence.figures import by_task, middle, of_runs
+from benchmarks.evidence.figures import by_task, medians, middle, of_runs
 from benchmarks.evidence.table import DATA, KEYS, VERSIONS, Table
 from benchmarks.evidence.tasks import TASKS
 from torchrl_moe.testing import Noise, make_tiny_moe
@@ -169,6 +169,19 @@ def test_updates_of_adapters_are_merged_and_those_over_the_same_answers_move_the
     assert rows["passes", 1e-5, "R3"]["kl"] > rows["stale", 1e-5, "R3"]["kl"]
     assert rows["LoRA", 1e-3, "R3"]["kl"] > rows["LoRA", 1e-4, "R3"]["kl"] > rows["stale", 0.0, "R3"]["kl"]
     assert rows["LoRA", 1e-3, "R3"]["rows_moved"] > 0
+
+
+def test_medians_are_over_the_seeds_of_a_setting() -> None:
+    rows = [
+        {"noise": "int8", "lr": "0.0", "updates": "0", "arm": arm, "tokens": "8", "seed": str(seed), "ess": str(ess)}
+        for arm, of_seeds in (("live", (0.1, 0.9, 0.2)), ("R3", (0.75,)))
+        for seed, ess in enumerate(of_seeds)
+    ]
+    assert medians(rows, ["noise"], "tokens", ["ess"]).splitlines()[::2] == [
+        "| noise | lr | updates | arm | tokens | seeds | ess |",
+        "| int8 | 0.0 | 0 | live | 8 | 3 | 0.2 |",
+    ]
+    assert medians(rows, ["noise"], "tokens", ["ess"]).endswith("| int8 | 0.0 | 0 | R3 | 8 | 1 | 0.75 |")
 
 
 def test_what_an_engine_quantises_is_in_its_log_probs() -> None:

@@ -34,7 +34,9 @@ INSTALL, VARIES = "install", "form-varies"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 PROGRESS = "application/vnd.jupyter.widget-view+json"
 PLACE = re.compile(r"(?<![\w.:/])/(?:builds?|home|mnt|opt|root|srv|tmp|usr|var|work|Users)/[\w.-]+")
-NUMBER = re.compile(r"0x[0-9a-f]+|(?<=\dx)\d+|(?<![A-Za-z_\d])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|\bnan\b", re.IGNORECASE)
+NUMBER = re.compile(
+    r"0x[0-9a-f]+|(?<=\dx)\d+|(?<![A-Za-z_\d])[-+]?\d+(?:,\d{3})*(?:\.\d*)?(?:e[-+]?\d+)?|\bnan\b", re.IGNORECASE
+)
 RESTART = re.compile(r"replica \d+ (ended with exit code|died|serves again)")  # logged in whichever cell then runs
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 HOW = "make notebooks ARGS=--write runs them and stores what they show"

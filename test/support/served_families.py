@@ -6,7 +6,7 @@ Sizes are those that vLLM's kernels take. A reason is what vLLM itself says, or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class Served:
     live: str = ""  # why it computes something else than transformers where it follows nothing, if it does
     config: Mapping[str, Any] = field(default_factory=dict)  # over SIZES
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+    needs_amx: bool = False  # only where the CPU has AMX is the outcome this one
 
 
 def build_served(name: str) -> PreTrainedModel:
@@ -142,7 +143,7 @@ SERVED: Mapping[str, Served] = {
     "kimi_linear": unserved("No module named 'cutlass'|_lib_fn_wrapper. object has no attribute", HALF),
     "kolibri1": refused(EXTERNAL, **FULL),
     "laguna": unserved(NO_SIGMOID),
-    "lfm2_moe": unserved(PACKED, HALF, conv_L_cache=4),
+    "lfm2_moe": replace(unserved(PACKED, HALF, conv_L_cache=4), needs_amx=True),
     "llama4": exact(num_experts_per_tok=1, no_rope_layers=[1, 0, 1]),
     "longcat_flash": unserved("LongcatFlashConfig' object has no attribute"),
     "mellum": exact(),

@@ -112,6 +112,7 @@ FIGURES = [shown(image_png=data, text_plain=f"<Figure {size}>") for data, size i
     [  # figures and pictures may differ, and form may not
         (stream("loss 1.5, 3 of  10\n"), stream("loss -2e-07, 12 of 9"), False),
         (stream("nan 0x7f3a 2,15\n| 1|"), stream("1.0 0xbeef 13,4\n|  10|"), False),
+        (stream("1,024 bytes"), stream("896 bytes"), False),
         (*FIGURES, False),
         (shown(text_html="<b>1</b>", text_plain="a"), shown(text_html="<i>other</i>", text_plain="a"), False),
         (stream("loss 1"), stream("error 1"), True),
