@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "modules/serving/strategies.py",
         "modules/serving/test_strategies.py",
         "modules/serving/test_balancer.py",
+        "modules/serving/test_requests.py",
     ),
 }
 """Files of the package, and the patterns of the tests that stand for them."""

@@ -132,6 +132,14 @@ def test_a_forward_that_someone_else_put_on_a_router_is_kept() -> None:
     assert router.forward is spied
 
 
+def test_a_model_with_dropout_is_wrapped_while_it_trains() -> None:
+    """The self-test compares two forward passes, in eval mode."""
+    model = make_tiny_moe("qwen3_moe", attention_dropout=0.5).train()
+    assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
+    RouterReplay(model)
+    assert all(module.training for module in model.modules())
+
+
 def test_router_jitter_is_off_until_removal() -> None:
     model = make_tiny_moe("mixtral", router_jitter_noise=0.1).train()
     assert not torch.equal(model(tokens()).logits, model(tokens()).logits)

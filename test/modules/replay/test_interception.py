@@ -36,6 +36,7 @@ OTHERS: tuple[Call, ...] = (
     lambda x: x.topk(3),
     lambda x: x[:, :3].topk(2),
     lambda x: x.T.topk(2, dim=0),
+    lambda x: x.T.topk(2, 0),
     lambda x: x[:, None].topk(2),
     lambda x: x.sort(-1),
     lambda x: x.max(-1),

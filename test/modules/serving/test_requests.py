@@ -246,6 +246,13 @@ def test_an_argument_of_a_service(started: list[Any], name: str) -> None:
         assert len(started) == len(expected)
 
 
+def test_what_limits_the_requests_of_a_service(started: list[AsyncVLLM]) -> None:
+    limits = {"max_concurrent_requests": 7}
+    made = [AsyncVLLM({"model": "m"}, 2, **limits), AsyncVLLM.from_pretrained("m", num_replicas=2, **limits)]
+    assert [service.admission.limit for service in made] == [7, 7]
+    assert AsyncVLLM({"model": "m"}, 2, max_concurrent_requests=None).admission.limit is None
+
+
 COMMANDS: list[tuple[str, str, list[str]]] = [
     ("add_replicas", "count", []),
     ("add_replicas", "timeout_seconds", [*NONE, "1.5"]),
