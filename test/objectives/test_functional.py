@@ -74,12 +74,14 @@ def sigmoid(x: float) -> float:
         (F.geometric_mean_within, (LOG_RHO, COUNTED, ROOT - 1e-6, 1.26), [1] * 6),
         (F.geometric_mean_within, (LOG_RHO, COUNTED, ROOT + 1e-6, 1.26), [0] * 3 + [1] * 3),
         (F.k3_mean_below, (LOG_RHO, COUNTED, K3[0] - 1e-6), [0] * 3 + [1] * 3),
+        (F.k3_mean_below, (row(0, 0), every(2), 0.0), [1, 1]),  # the limit itself is within
         (F.staleness_weight, (torch.tensor([[0, 1, 2, 8]]),), [1, 1, 0.5, 0.125]),
         (F.trust_region, (row(-1, -1, -1, -1), row(-2, -2.1, NAN, -1), THREE, 0.5), [1, 0, 0, 0]),
         (F.clipped_surrogate, (RATIO.log(), ADVANTAGE, 0.2, 0.28), [-2.56, 3.0, -1.0, 1.6, -2.2, 2.2]),
         (F.outside_clip_range, (row(0.79, 0.81, 1.27, 1.29).log(), 0.2, 0.28), [1, 0, 0, 1]),
         (F.cispo_surrogate, (row(0.01, 9).log(), row(-1, -1), row(1, 1), 1.0, 4.0), [0.01, 5]),  # bounded above only
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, 0.15, 0.15), [1, 0, 0, 1, 0]),  # the last by 0.04
+        (F.outside_divergence, (NEW.log(), OLD.log(), 0 * SIGNS, 0.01, 0.01), [0] * 5),  # nothing to move
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 1, 0]),
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN + 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 0, 0]),
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP + 1e-6, "kl"), [0, 0, 0, 1, 0]),
