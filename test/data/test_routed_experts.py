@@ -308,6 +308,7 @@ def test_is_set_coverage_and_bytes() -> None:
     assert known(routes) == 4
     routes.full[:, 1] = UNSET_EXPERT
     assert (routes.coverage(), routes.coverage(LAYOUT)) == (pytest.approx(2 / 3), pytest.approx(2 / 6))
+    assert RoutedExperts.from_vllm(None, num_tokens=2, layout=LAYOUT).coverage() == 0
     with pytest.raises(RouteShapeError, match=r"is_set needs samples of one length, got .*T=1\.\.3.*: pad"):
         _ = batch.is_set
 
@@ -344,6 +345,8 @@ def test_route_table() -> None:
     assert RoutedExperts.from_vllm(None, num_tokens=2, layout=LAYOUT).route_table() == "no route known in 2 rows"
     lines = sample(100).route_table(max_rows=5).splitlines()  # both ends
     assert [line.split()[0] for line in lines] == ["token", "0", "1", "2", "…", "98", "99"]
+    for most, shown in {1: 2, 2: 2, 4: 4}.items():  # at least both ends
+        assert len(sample(100).route_table(max_rows=most).splitlines()) == 2 + shown
     assert lines[4] == "… 95 more tokens" and len(sample(5).route_table(max_rows=5).splitlines()) == 6
     with pytest.raises(RouteShapeError, match=r"route_table shows one sample, got RoutedExperts\(shape=\[2, T=3"):
         torch.stack([sample(), sample()]).route_table()

@@ -281,6 +281,20 @@ def test_a_base_that_may_not_be_there_is_not_referred_to(tmp_path: Path, what: s
     assert same(_at(tmp_path, 2)[0][1], after)
 
 
+def test_a_number_that_one_writer_uses_twice_is_of_the_newer_contents(tmp_path: Path) -> None:
+    writer = WeightStoreWriter(tmp_path, delta=True)
+    publish(writer, 1)
+    assert writer.publish(tensors(a=2).items(), 1).base is None
+    assert read(tmp_path, 1) == {"a": 2.0}
+
+
+@pytest.mark.parametrize("marker", [b"", b"v", b"x", b"v-1", b"v1.5", b"v" + b"9" * 20, b"v\xff"])
+def test_a_marker_that_names_no_version_is_none(tmp_path: Path, marker: bytes) -> None:
+    publish(WeightStoreWriter(tmp_path), 1)
+    (tmp_path / "STABLE").write_bytes(marker)
+    assert WeightStoreReader(tmp_path).newest() is None
+
+
 def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp_path: Path) -> None:
     writer, reader = WeightStoreWriter(tmp_path, keep_versions=3, delta=True), WeightStoreReader(tmp_path)
     writer.publish(tensors(a=1, b=1).items(), 1)
