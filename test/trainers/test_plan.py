@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from support.rollouts import byte_row
 from support.routes import random_routes
+from support.shared_training import SHARES_IN_ALL_WAYS
 from torchrl_moe._compat_memory import peak_bytes
 from torchrl_moe.cli.main import main
 from torchrl_moe.modules import TransformersWrapper
@@ -139,7 +140,7 @@ def test_olmoe_with_an_adapter_by_hand() -> None:
 
 
 def test_the_packaged_plan_of_qwen3_30b_a3b_fits_and_is_that_by_hand() -> None:
-    """Four ranks with experts in parallel, weights and optimizer in the host's memory."""
+    """Four ranks, weights and optimizer in the host's memory."""
     plan = planned(QWEN_30B)
     host, trainer = items(plan, HOST), items(plan, TRAINER)
     assert (host["weights"], host["gradients"], host["AdamW's moments"]) == (4 * QWEN, 4 * QWEN, 8 * QWEN)
@@ -147,10 +148,23 @@ def test_the_packaged_plan_of_qwen3_30b_a3b_fits_and_is_that_by_hand() -> None:
     largest = 128 * 2 * 768 * 2048
     assert host["a weight that is gathered to be written"] == 4 * 4 * largest  # by each of four ranks
     assert plan.total(HOST) == 16 * QWEN + 12 * QWEN + sum(host[item] for item in ALL_THE_TIME)
-    experts, layer, outside = 48 * 128 * 3 * 2048 * 768 // 48, 623_120_640, 622_331_904
-    assert trainer["gathered layers"] == 2 * (2 * (layer - experts + experts // 4) + outside)
+    layer, outside = 623_120_640, 622_331_904
+    assert trainer["gathered layers"] == 2 * (2 * layer + outside)
+    apart, experts = planned(QWEN_30B, "placement.expert_parallel=4"), 128 * 3 * 2048 * 768
+    assert items(apart, TRAINER)["gathered layers"] == 2 * (2 * (layer - experts + experts // 4) + outside)
     assert not {"weights", "gradients", "an optimizer step"} & trainer.keys()
     assert not any("are needed" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("name", [OLMOE_1B, QWEN_30B, NODES])
+def test_a_packaged_configuration_asks_for_nothing_that_the_installed_transformers_cannot_do(name: str) -> None:
+    assert not any("installed transformers" in note for note in planned(name).notes)
+
+
+@pytest.mark.skipif(SHARES_IN_ALL_WAYS, reason="this transformers shares a model in all of these ways")
+@pytest.mark.parametrize("change", ["placement.expert_parallel=4", "placement.replicate=2"])
+def test_a_plan_says_what_a_run_would_refuse(change: str) -> None:
+    assert sum(change in note and "use a newer" in note for note in planned(QWEN_30B, change).notes) == 1
 
 
 def kv_how(*changes: str) -> str:
@@ -182,7 +196,7 @@ def test_sixteen_ranks_of_two_hosts_by_hand() -> None:
     assert not any("are needed" in note for note in plan.notes)
     copies = planned(NODES, "placement.replicate=2")
     assert items(copies, TRAINER)["weights"] == 4 * QWEN // 8
-    whole = planned(NODES, "placement.reshard_after_forward=false")
+    whole = planned(NODES, "placement.reshard_after_forward=false", "placement.expert_parallel=8")
     experts = 48 * 128 * 3 * 2048 * 768
     assert items(whole, TRAINER)["gathered layers"] == 2 * (QWEN - experts + experts // 8)
 
@@ -353,7 +367,7 @@ def rows(config: GRPOConfig, part: str = TRAINER) -> dict[str, int]:
 
 def test_experts_in_parallel_by_hand() -> None:
     """A micro-batch of 2 x 8192 tokens, each at 8 experts, in bfloat16; layers are computed again, one at a time."""
-    config = load_config("qwen3_30b_a3b")
+    config = load_config("qwen3_30b_a3b", ["placement.expert_parallel=4"])
     pairs = 2 * 8192 * TOP_K
     found = rows(config)
     assert found["tokens on their way to experts"] == 4 * pairs * HIDDEN * 2
@@ -367,7 +381,8 @@ def test_experts_in_parallel_by_hand() -> None:
     assert rows(config)["more tokens on the busiest rank"] == 48 * one_more  # each layer keeps them
     config.placement.expert_parallel = 1
     assert not {"tokens on their way to experts", "more tokens on the busiest rank"} & rows(config).keys()
-    split = load_config("qwen3_30b_a3b", ["placement.tensor_parallel=2"])  # each of two sends a part of their tokens
+    # each of two sends a part of their tokens
+    split = load_config("qwen3_30b_a3b", ["placement.tensor_parallel=2", "placement.expert_parallel=4"])
     assert rows(split)["tokens on their way to experts"] == 4 * (pairs // 2) * HIDDEN * 2
 
 

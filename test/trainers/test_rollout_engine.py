@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ from support.training import fake_config, fake_fleet, fake_model, fake_run
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.trainers import MoEGRPOTrainer
 from torchrl_moe.trainers import policy_model as policy_model_module
 from torchrl_moe.trainers.config import (
     ConfigError,
@@ -502,6 +504,23 @@ def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("data", "given", "name"),
+    [
+        ({"source": "gsm8k"}, {}, "data.source=gsm8k"),
+        ({"source": "openai/gsm8k"}, {"rewards": exact}, "data.source=openai/gsm8k"),
+        ({}, {"dataset": "openai/gsm8k", "rewards": exact}, "dataset=openai/gsm8k"),
+    ],
+)
+def test_the_hubs_extra_is_missed_before_a_model_is_loaded(
+    monkeypatch: MonkeyPatch, data: dict[str, Any], given: dict[str, Any], name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"^{name}: .* pip install .torchrl_moe\[hub\].$"):
+        MoEGRPOTrainer("no/such-model", config=GRPOConfig(data=DataConfig(**data)), **given)
+    RolloutSource(GRPOConfig(data=DataConfig(source="countdown"))).check_names()  # which draws its own
+
+
 @pytest.mark.parametrize(
     ("data", "given", "message"),
     [

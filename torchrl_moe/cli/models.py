@@ -260,6 +260,7 @@ def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 # Errors as one line that says what to do.
 EXTRAS = {
+    "datasets": "hub",
     "hydra": "train",
     "omegaconf": "train",
     "peft": "train",

@@ -50,8 +50,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trainer",
         metavar="MODEL",
-        help="weights of the trainer after more updates, such as a checkpoint: tells mismatch from updates (default: "
-        "those of MODEL)",
+        help="a model with the weights of the trainer after more updates, such as a run's model/: tells mismatch from "
+        "updates (default: MODEL)",
     )
     add_engine_arguments(parser, "bfloat16")
 

@@ -20,7 +20,7 @@ from torchrl_moe.modules.policies.unstack import LoraLayers, base_model, has_ada
 from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
 from torchrl_moe.trainers.policy_model import prepared
-from torchrl_moe.trainers.ranks import check_axes
+from torchrl_moe.trainers.ranks import check_axes, not_in_this_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -479,6 +479,8 @@ class Needs:
                 yield f"{part}: {needed:.1f} GB are needed, and there are {limit:g}"
         if not self.sizes.top_k and config.loss.replay != "none":
             yield "the model has no experts: loss.replay must be none"
+        if problem := not_in_this_transformers(config.placement):
+            yield problem
         # GPUs: of rank 0's host, and in all
         of_engine = engine.num_replicas * self.tensor_parallel
         here = of_engine + self.ranks_here

@@ -54,14 +54,7 @@ def read_source(source: object, arguments: Mapping[str, object] | None = None) -
     elif isinstance(source, str) and is_function_name(source) and not is_path(source):
         found = import_function(source)(**options)
     elif isinstance(source, str) and not is_path(source):
-        try:
-            hub = import_module("datasets")
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"{name!r} is no file, no folder and no 'package.module:function', so it is a dataset on the Hugging "
-                "Face hub, which needs an extra: pip install 'torchrl_moe[hub]'"
-            ) from error
-        found = hub.load_dataset(source, **options)
+        found = import_hub(source).load_dataset(source, **options)
     elif options:
         what = repr(name) if isinstance(source, str | os.PathLike) else name
         raise ValueError(f"arguments are for a function or a name on the hub, not for {what}")
@@ -85,6 +78,17 @@ def is_path(source: str) -> bool:
     """
     is_written_as_one = source.startswith(PATH_MARKS) or source.lower().endswith(FILE_MARKS)
     return is_written_as_one or Path(source).is_dir() or Path(source).is_file()
+
+
+def import_hub(name: str) -> Any:
+    """Return the module ``datasets``; an ``ImportError`` says why ``name`` needs it."""
+    try:
+        return import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{name!r} is no file, no folder and no 'package.module:function', so it is read from the Hugging Face "
+            "hub, which needs an extra: pip install 'torchrl_moe[hub]'"
+        ) from error
 
 
 # -- JSON Lines

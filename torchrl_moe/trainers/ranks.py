@@ -574,20 +574,8 @@ class Placement:
         from transformers.distributed import DistributedConfig
 
         config = self.config
-        # what the installed transformers can do is told by the parameters that its config has
-        known = inspect.signature(DistributedConfig).parameters
-        newer = "or use a newer transformers (5.24 has it), which vLLM 0.33 does not take beside it"
-        if config.replicate > 1 and "dp_replicate_size" not in known:
-            raise ConfigError(
-                f"placement.replicate={config.replicate}: the installed transformers shards a model over all ranks "
-                f"only. Set it to 1, {newer}"
-            )
-        if config.expert_parallel not in (1, config.tensor_parallel) and "ep_implementation" not in known:
-            allowed = " or ".join(sorted({"1", f"tensor_parallel={config.tensor_parallel}"} - {"tensor_parallel=1"}))
-            raise ConfigError(
-                f"placement.expert_parallel={config.expert_parallel}: the installed transformers splits experts only "
-                f"among the ranks that split layers. Set it to {allowed}, {newer}"
-            )
+        if problem := not_in_this_transformers(config):
+            raise ConfigError(problem)
         copies = {"dp_replicate_size": config.replicate} if config.replicate > 1 else {}
         distributed_config = DistributedConfig(
             tp_size=config.tensor_parallel,
@@ -625,6 +613,27 @@ class Placement:
         for mesh in meshes.values():
             for axis in range(mesh.ndim):
                 _set_pg_timeout(seconds, mesh.get_group(axis))
+
+
+def not_in_this_transformers(config: PlacementConfig) -> str | None:
+    """Say which setting the installed transformers has no way for, and what to do; ``None`` if it has each."""
+    from transformers.distributed import DistributedConfig
+
+    # what a release can do is told by the parameters that its config has
+    known = inspect.signature(DistributedConfig).parameters
+    newer = "or use a newer transformers (5.24 has it), which vLLM 0.33 does not take beside it"
+    if config.replicate > 1 and "dp_replicate_size" not in known:
+        return (
+            f"placement.replicate={config.replicate}: the installed transformers shards a model over all ranks only. "
+            f"Set it to 1, {newer}"
+        )
+    if config.expert_parallel not in (1, config.tensor_parallel) and "ep_implementation" not in known:
+        allowed = " or ".join(sorted({"1", f"tensor_parallel={config.tensor_parallel}"} - {"tensor_parallel=1"}))
+        return (
+            f"placement.expert_parallel={config.expert_parallel}: the installed transformers splits experts only "
+            f"among the ranks that split layers. Set it to {allowed}, {newer}"
+        )
+    return None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

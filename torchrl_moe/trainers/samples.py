@@ -40,6 +40,7 @@ from torchrl_moe.trainers.function_names import import_function, is_function_nam
 from torchrl_moe.trainers.prompt_sources import (
     PromptSet,
     check_reasoning_task,
+    import_hub,
     is_path,
     is_reasoning_task,
     load_prompts,
@@ -333,6 +334,13 @@ DRAWN = ("countdown",)
 NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
+def _is_on_hub(source: str) -> bool:
+    """Whether a text names a dataset of the hub, or a task that reads one."""
+    if source in TASKS:
+        return source not in DRAWN
+    return not (is_path(source) or is_function_name(source) or is_reasoning_task(source))
+
+
 class RolloutSource:
     """Where samples come from: an environment or a function, and the rows that it gets.
 
@@ -371,6 +379,11 @@ class RolloutSource:
                 raise ConfigError.of("data", error) from error
         named = {"data.source" if self._dataset is None else "dataset": self._source, "held_out": self._held_out}
         for name, value in named.items():
+            if self.env is None and isinstance(value, str) and _is_on_hub(value):
+                try:
+                    import_hub(value)
+                except ImportError as error:
+                    raise ConfigError.of(f"{name}={value}", error) from error
             if isinstance(value, str) and is_function_name(value) and not (is_path(value) or is_reasoning_task(value)):
                 try:
                     import_function(value)
