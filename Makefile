@@ -113,7 +113,7 @@ real-model: venv ## make a real model on this machine: SmolLM2-135M as a Mixtral
 
 train-real: real-model ## train that model on sums with R3: an hour
 	@export OMP_NUM_THREADS=$$(nproc)
-	$(VENV) tutorials/grpo/train.py --config real_sums model.source=runs/real_moe_warm_15 $(ARGS)
+	$(VENV) tutorials/grpo/train.py --config real_sums $(ARGS)
 
 notebooks: venv ## run the notebooks of tutorials/, compare them with what they store; ARGS=--write stores it
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.notebooks $(ARGS)

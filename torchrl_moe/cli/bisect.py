@@ -17,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--prompt", metavar="TEXT", default=PROMPTS[0], help=f"default: {PROMPTS[0]!r}")
     parser.add_argument(
-        "--trainer", metavar="MODEL", help="weights of the trainer, such as a checkpoint (default: those of MODEL)"
+        "--trainer", metavar="MODEL", help="weights of the trainer, such as a run's model/ (default: those of MODEL)"
     )
     parser.add_argument("--trainer-dtype", choices=DTYPES, help="dtype of the trainer (default: the engine's)")
     add_engine_arguments(parser, "float32")
@@ -49,7 +49,7 @@ COMMAND = Command(
     examples=[
         ("torchrl-moe bisect tiny", "a tiny model: equal to rounding"),
         ("torchrl-moe bisect path/to/moe --dtype bfloat16", "how the rounding of bfloat16 grows over the layers"),
-        ("torchrl-moe bisect path/to/moe --trainer run/model", "the served weights against a checkpoint's"),
+        ("torchrl-moe bisect path/to/moe --trainer run/model", "the served weights against those of a run"),
     ],
     add_arguments=_add_arguments,
     run=_run,

@@ -105,6 +105,8 @@ EXTRAS = {
     "ray": "replicas and collectors in a Ray cluster",
     "render": "figures, tables",
     "train": "the trainer's configurations and adapters",
+    "hub": "data sets of the hub, and the tasks gsm8k, math and ifeval",
+    "real": "tasks of reasoning-gym, a real model",
     "prometheus": "metrics for Prometheus",
 }
 """Extras that a user may need, and what for; those of developers are left out."""

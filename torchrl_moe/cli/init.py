@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output
-from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, is_tiny
+from torchrl_moe.cli.models import TINY, check_source, is_tiny
 
 SMALL = """\
 model: # a tiny Mixture of Experts, made when the run starts: it half knows sums of one digit
@@ -82,9 +82,9 @@ README = """\
 
 ```bash
 torchrl-moe train --config config.yaml                # {what}
-torchrl-moe train --config config.yaml steps=2        # any setting can be changed here
 torchrl-moe train --config config.yaml resume=true    # continues after a kill or a Ctrl-C
-torchrl-moe train --config config.yaml engine.kind=transformers   # without vLLM; slower
+torchrl-moe train --config config.yaml out=two steps=2    # any setting can be changed; a run needs a folder
+torchrl-moe train --config config.yaml out=three engine.kind=transformers   # without vLLM; slower
 ```
 
 | file | what to change |
@@ -98,9 +98,12 @@ Before you train a model of your own: `torchrl-moe doctor MODEL` says whether it
 """
 
 
+MODEL_ABOUT = "a folder or a hub name (default: a tiny model that half knows the task, made when the run starts)"
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="made if it is not there; must be empty")
-    parser.add_argument("--model", default=TINY, metavar="MODEL", help=f"{MODEL_HELP} (default)")
+    parser.add_argument("--model", default=TINY, metavar="MODEL", help=MODEL_ABOUT)
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:

@@ -270,7 +270,9 @@ EXTRAS = {
     "pandas": "render",
     "rich": "render",
     "prometheus_client": "prometheus",
+    "gguf": "real",
     "ray": "ray",
+    "reasoning_gym": "real",
     "vllm": "vllm",
 }
 """Module -> the extra of this package that installs it."""

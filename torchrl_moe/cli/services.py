@@ -305,7 +305,7 @@ def add_engine_arg(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         dest="engine_args",
-        help="a vLLM engine argument, with its value as JSON or text; may be given several times",
+        help="an argument of the engine, with its value as JSON or text; may be given several times",
     )
 
 

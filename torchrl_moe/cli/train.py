@@ -157,8 +157,11 @@ COMMAND = Command(
         ("torchrl-moe train --config olmoe_1b_7b plan=true", "the memory and network that it needs"),
         ("torchrl-moe train --config my.yaml optim.lr=1e-5", "your own configuration, with one change"),
         ("torchrl-moe train --export runs/grpo", "the model of a run's newest checkpoint, in runs/grpo/model"),
-        ("torchrl-moe train engine.kind=transformers steps=3", "without vLLM, three steps"),
-        ("torchrun -m torchrl_moe.cli train --config tiny_ranks", "several ranks; options of torchrun go before -m"),
+        ("torchrl-moe train engine.kind=transformers steps=3 out=runs/three", "without vLLM, three steps"),
+        (
+            "torchrun --nproc-per-node 2 -m torchrl_moe.cli train --config tiny_ranks",
+            "two ranks; options of torchrun go before -m",
+        ),
     ],
     add_arguments=_add_arguments,
     run=_run,

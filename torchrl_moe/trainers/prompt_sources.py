@@ -394,7 +394,7 @@ def _package() -> ModuleType:
         if error.name != "reasoning_gym":
             raise
         raise ImportError(
-            "data.source=reasoning_gym:... needs the package reasoning-gym: pip install reasoning-gym"
+            "data.source=reasoning_gym:... needs the package reasoning-gym: pip install 'torchrl_moe[real]'"
         ) from error
     return reasoning_gym
 
