@@ -183,6 +183,7 @@ class Pair:
     method: str = ""  # one that stands for itself: a second constructor
     apart: Sequence[str] = ()  # methods of a class that are pairs by themselves
     like: Sequence[str] = ()  # the titles of other pairs, whose reasons hold here too
+    without: Sequence[str] = ()  # parameters of ours that the class inherits and refuses
     parameters: Mapping[str, Reasons] = field(default_factory=dict)
     """By name; ``method.name`` for those of a method. Names with one reason may share a key, with commas."""
     members: Mapping[str, str] = field(default_factory=dict)
@@ -211,7 +212,7 @@ class Pair:
     def alone(self) -> list[str]:
         """The parameters of ours that TorchRL's has not."""
         theirs, ours = (parameters(owner, self.method) for owner in self.both)
-        found = alone(theirs, ours)
+        found = [name for name in alone(theirs, ours) if name not in self.without]
         for method in self._methods:
             names = alone(*(parameters(owner, method) for owner in self.both))
             found += [f"{method}({', '.join(names)})"] if names else []
