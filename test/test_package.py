@@ -46,7 +46,12 @@ def test_the_command_line_knows_the_extras() -> None:
     assert set(packages.EXTRAS) <= set(EXTRAS)
     assert set(explain.EXTRAS.values()) <= set(EXTRAS)
     # by the names that are imported
-    distributions = {"hydra": "hydra-core", "omegaconf": "hydra-core", "yaml": "pyyaml", "reasoning_gym": "reasoning-gym"}
+    distributions = {
+        "hydra": "hydra-core",
+        "omegaconf": "hydra-core",
+        "yaml": "pyyaml",
+        "reasoning_gym": "reasoning-gym",
+    }
     for module, extra in explain.EXTRAS.items():
         names = [re.split(r"[<>=\[ ]", line)[0] for line in EXTRAS[extra]]
         assert distributions.get(module, module) in names, (module, extra)
