@@ -81,6 +81,8 @@ def sigmoid(x: float) -> float:
         (F.outside_clip_range, (row(0.79, 0.81, 1.27, 1.29).log(), 0.2, 0.28), [1, 0, 0, 1]),
         (F.cispo_surrogate, (row(0.01, 9).log(), row(-1, -1), row(1, 1), 1.0, 4.0), [0.01, 5]),  # bounded above only
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, 0.15, 0.15), [1, 0, 0, 1, 0]),  # the last by 0.04
+        (F.outside_divergence, (row(1).log(), row(0.5).log(), row(1), 0.0, 0.5), [0]),  # the bound itself is inside
+        (F.outside_divergence, (row(0.5).log(), row(1).log(), row(-1), 0.5, 0.0), [0]),
         (F.outside_divergence, (NEW.log(), OLD.log(), 0 * SIGNS, 0.01, 0.01), [0] * 5),  # nothing to move
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 1, 0]),
         (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN + 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 0, 0]),

@@ -68,7 +68,8 @@ def test_a_dead_readers_pin_is_forgotten(tmp_path: Path) -> None:
 
     def hold_and_die() -> None:
         with pinned(tmp_path, 1):
-            assert [path.name.partition("-")[0] for path in (tmp_path / "pins").iterdir()] == ["v1"]
+            (pin,) = (tmp_path / "pins").iterdir()
+            assert (pin.name.partition("-")[0], pin.stat().st_mode & 0o777) == ("v1", 0o600)  # closed to other users
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert exit_code_of(hold_and_die) == -signal.SIGKILL
