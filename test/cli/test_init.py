@@ -28,6 +28,18 @@ def test_it_writes_four_files_and_says_what_is_next(tmp_path: Path, capsys: pyte
     assert len(rows) == 100 and {"prompt": "7+8=", "answer": "15"} in rows
 
 
+def test_the_commands_of_its_readme_can_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder takes one run: each command has another, or continues with it."""
+    assert main(["init", str(tmp_path / "run")]) == 0
+    monkeypatch.chdir(tmp_path / "run")
+    lines = Path("README.md").read_text().splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("torchrl-moe train")]
+    new = [command for command in commands if "resume=true" not in command]
+    folders = [load_config(Path(file), changes).out for _, _, _, file, *changes in new]
+    assert len(commands) == 4
+    assert len(set(folders)) == len(folders) == 3
+
+
 def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert main(["init", str(tmp_path)]) == 2

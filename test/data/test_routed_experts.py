@@ -263,9 +263,6 @@ def test_padded_and_cut_by_hand() -> None:
     ragged = lazy_stack([routes, routes.truncate(1)]).truncate(2)
     assert [full.tolist() for full in split(ragged)] == [FULL[:2], FULL[:1]]
     assert torch.stack([routes, routes]).truncate(1).full.tolist() == [FULL[:1]] * 2
-    nothing = batch[:0]
-    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape) == (0.0, 0, (0, 0, 0, 0))
-    assert nothing.validate(LAYOUT) is nothing
 
 
 @settings(max_examples=50)

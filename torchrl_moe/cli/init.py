@@ -83,8 +83,8 @@ README = """\
 ```bash
 torchrl-moe train --config config.yaml                # {what}
 torchrl-moe train --config config.yaml resume=true    # continues after a kill or a Ctrl-C
-torchrl-moe train --config config.yaml out=two steps=2    # any setting can be changed; a run needs a folder
-torchrl-moe train --config config.yaml out=three engine.kind=transformers   # without vLLM; slower
+torchrl-moe train --config config.yaml steps=2 out=short    # with a change: another run, in a folder of its own
+torchrl-moe train --config config.yaml engine.kind=transformers out=slow    # without vLLM
 ```
 
 | file | what to change |
@@ -98,12 +98,14 @@ Before you train a model of your own: `torchrl-moe doctor MODEL` says whether it
 """
 
 
-MODEL_ABOUT = "a folder or a hub name (default: a tiny model that half knows the task, made when the run starts)"
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="made if it is not there; must be empty")
-    parser.add_argument("--model", default=TINY, metavar="MODEL", help=MODEL_ABOUT)
+    parser.add_argument(
+        "--model",
+        default=TINY,
+        metavar="MODEL",
+        help="a folder or a hub name (default: a tiny model that half knows the task, made when the run starts)",
+    )
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:

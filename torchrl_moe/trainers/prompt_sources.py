@@ -51,10 +51,10 @@ def read_source(source: object, arguments: Mapping[str, object] | None = None) -
     # a text is a path, a task of reasoning-gym, a function, or else a name on the hub
     if is_reasoning_task(source):
         found = reasoning_rows(name, **options)
-    elif isinstance(source, str) and is_function_name(source) and not is_path(source):
-        found = import_function(source)(**options)
-    elif isinstance(source, str) and not is_path(source):
+    elif isinstance(source, str) and is_on_hub(source):
         found = import_hub(source).load_dataset(source, **options)
+    elif isinstance(source, str) and not is_path(source):
+        found = import_function(source)(**options)
     elif options:
         what = repr(name) if isinstance(source, str | os.PathLike) else name
         raise ValueError(f"arguments are for a function or a name on the hub, not for {what}")
@@ -78,6 +78,15 @@ def is_path(source: str) -> bool:
     """
     is_written_as_one = source.startswith(PATH_MARKS) or source.lower().endswith(FILE_MARKS)
     return is_written_as_one or Path(source).is_dir() or Path(source).is_file()
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether a text names a dataset of the hub: it is no path, no function and no task of reasoning-gym.
+
+    >>> is_on_hub("openai/gsm8k"), is_on_hub("rows.jsonl"), is_on_hub("my_task:rows"), is_on_hub("reasoning_gym:sums")
+    (True, False, False, False)
+    """
+    return not (is_path(source) or is_function_name(source) or is_reasoning_task(source))
 
 
 def import_hub(name: str) -> Any:

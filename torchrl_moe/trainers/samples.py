@@ -41,6 +41,7 @@ from torchrl_moe.trainers.prompt_sources import (
     PromptSet,
     check_reasoning_task,
     import_hub,
+    is_on_hub,
     is_path,
     is_reasoning_task,
     load_prompts,
@@ -334,13 +335,6 @@ DRAWN = ("countdown",)
 NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
-def _is_on_hub(source: str) -> bool:
-    """Whether a text names a dataset of the hub, or a task that reads one."""
-    if source in TASKS:
-        return source not in DRAWN
-    return not (is_path(source) or is_function_name(source) or is_reasoning_task(source))
-
-
 class RolloutSource:
     """Where samples come from: an environment or a function, and the rows that it gets.
 
@@ -379,7 +373,8 @@ class RolloutSource:
                 raise ConfigError.of("data", error) from error
         named = {"data.source" if self._dataset is None else "dataset": self._source, "held_out": self._held_out}
         for name, value in named.items():
-            if self.env is None and isinstance(value, str) and _is_on_hub(value):
+            # a task of TorchRL's is no dataset's name, and reads one all the same
+            if self.env is None and isinstance(value, str) and is_on_hub(value) and value not in DRAWN:
                 try:
                     import_hub(value)
                 except ImportError as error:
