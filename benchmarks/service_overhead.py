@@ -2,7 +2,8 @@
 
 Each raw engine runs in its own process, as our replicas do; both get half of the prompts at the same time. The
 contenders take turns within each round, ratios are computed per round, and engines that wait for their turn are
-stopped. ``python -m benchmarks.service_overhead [local] [ray]``.
+stopped, so the CPU time of an engine's processes is that of its own rounds.
+``python -m benchmarks.service_overhead [local] [ray]``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -86,6 +87,11 @@ def started(path: str, backend: Any, replicas: int) -> tuple[Any, float]:
     return engine, time.perf_counter() - begun
 
 
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """Return what processes have used so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def measure(backend: str, path: str) -> list[Row]:
     """Race a backend against raw engines."""
     single, alone = started(path, backend, 1)
@@ -97,7 +103,9 @@ def measure(backend: str, path: str) -> list[Row]:
         engine, together = started(path, backend, REPLICAS)
         with engine:
             processes["service"] = engine_processes(before)
+            used = {name: -cpu_seconds(group) for name, group in processes.items()}
             speeds = race({"raw": raw, "service": through(engine)}, processes)
+            used = {name: used[name] + cpu_seconds(group) for name, group in processes.items()}
     finally:
         raw.shutdown()
     ratios = [ours / theirs for ours, theirs in zip(speeds["service"], speeds["raw"], strict=True)]
@@ -108,6 +116,10 @@ def measure(backend: str, path: str) -> list[Row]:
             value=median_range(ratios),
             target=f">= {TARGET:.2f}",
             met=statistics.median(ratios) >= TARGET,
+        ),
+        Row(
+            claim=f"{backend}: CPU seconds of the engines for all rounds, service / raw",
+            value=f"{used['service']:.0f} / {used['raw']:.0f} = {used['service'] / used['raw']:.2f}",
         ),
         Row(
             claim=f"{backend}: seconds to start 1 replica, {REPLICAS} at the same time, {REPLICAS} raw engines",

@@ -1,7 +1,7 @@
 """Nothing is lost: a long run of steady requests over replicas that are killed and stopped.
 
 A driver sends requests at a steady rate. Each time all replicas have served for ten seconds, one process of one replica
-(owner, engine core or worker, in turn) is killed; at random moments one is stopped and never continued. Every request
+(owner or engine core, in turn) is killed; at random moments one is stopped and never continued. Every request
 must be answered exactly once, with the requested number of tokens and rows of routes; at the end the log-probs of a
 sample are compared with those of the stock transformers model. ``python -m benchmarks.soak [--bounded]``.
 """
@@ -44,7 +44,7 @@ SAMPLE = 200
 LOG_PROB_BOUND = 1e-5
 GROWTH_BOUND = 0.02
 WARM_SHARE = 0.2
-PARTS = ("owner", "core", "worker")
+PARTS = ("owner", "core")  # which holds the worker
 MOST = 5  # greatest multiple of the planned requests, while replicas that do not recover delay the kills
 
 
@@ -79,13 +79,11 @@ class Tally:
 
 
 def processes_of(owner: psutil.Process) -> dict[str, psutil.Process]:
-    """Return the three processes of a replica by their role."""
+    """Return the processes of a replica by their role."""
     found = {"owner": owner}
     for process in owner.children(recursive=True):
-        name = process.name() + " ".join(process.cmdline())
-        for part, word in (("core", "EngineCore"), ("worker", "Worker")):
-            if word in name:
-                found[part] = process
+        if "EngineCore" in process.name() + " ".join(process.cmdline()):
+            found["core"] = process
     return found
 
 

@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 26,
     "max_model_len": 512,
 }
-PARTS = ("owner", "core", "worker")
+PARTS = ("owner", "core")  # which holds the worker
 Seconds = dict[str, list[float]]
 
 
@@ -85,11 +85,10 @@ def processes() -> list[Any]:
 
 
 def family(before: set[Any]) -> list[Any]:
-    """Return owner, engine core and worker of the only engine that was started since."""
+    """Return owner and engine core of the only engine that was started since."""
     made = [process for process in processes() if process not in before]
-    (worker,) = [process for process in made if "Worker" in process.name() + "".join(process.cmdline())]
-    core = worker.parent()
-    return [core.parent(), core, worker]
+    (core,) = [process for process in made if "EngineCore" in process.name() + "".join(process.cmdline())]
+    return [core.parent(), core]
 
 
 def in_a_new_driver(what: str, path: str, replicas: int) -> Seconds:

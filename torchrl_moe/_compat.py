@@ -81,9 +81,12 @@ BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 def import_engine() -> str:
     """Import what the processes of an engine import (0.32); return why they may not be forked after that, or ""."""
     import torch
+    import vllm.model_executor.layers.quantization.online.base  # what each engine asks whether it quantizes
     import vllm.v1.engine.async_llm
     from vllm.platforms import current_platform
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
+    load_plugins_by_group(DEFAULT_PLUGINS_GROUP)  # TorchRL's imports much of TorchRL
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu.model_runner
         import vllm.v1.worker.cpu.shm  # before the runner, whose modules import by name what it replaces
@@ -106,14 +109,19 @@ def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFa
 
     # Whether processes may be forked, and what forbids it if not.
     reason = ""
+    bound = current_platform.is_cpu() and os.environ.get(BIND_VARIABLE) != "nobind"
     if os.environ.get(METHOD_VARIABLE) == "spawn":
         reason = f"{METHOD_VARIABLE}=spawn is set"
-    elif current_platform.is_cpu() and os.environ.get(BIND_VARIABLE) != "nobind":
+    elif bound:
         reason = f"{BIND_VARIABLE} is not 'nobind', and vLLM binds threads in processes that it starts"
     config = engine_args.create_engine_config()  # on a CPU this sets "spawn", which is undone here
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
+    if engine_args.distributed_executor_backend == "uni" and not bound:
+        # vLLM's CPU platform has made it "mp", to bind threads in the worker's process; then the worker and the engine
+        # core wait for each other in loops that do not sleep.
+        config.parallel_config.distributed_executor_backend = "uni"
     # Our scheduler follows recorded experts; a scheduler of the user's own, and speculation, leave vLLM's in place.
     scheduling = config.scheduler_config
     if scheduling.scheduler_cls is None and config.speculative_config is None:

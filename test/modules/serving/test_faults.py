@@ -36,18 +36,18 @@ FAULTS = FaultPolicy(probe=4.0, patience=8.0, first_delay=0.1, attempts=6)
 
 
 class Parts:
-    """The processes of one replica."""
+    """The processes of one replica, whose worker has one of its own or is in the engine core's."""
 
     def __init__(self, engine: AsyncVLLM, index: int) -> None:
         child = engine.replica_table[index].replica._child
         self.owner = psutil.Process(child.process.pid)
-        self.core = self._child(self.owner, "EngineCore")
-        self.worker = self._child(self.core, "Worker")
-        self.all = [self.owner, self.core, self.worker]
+        (self.core,) = self._children(self.owner, "EngineCore")
+        workers = self._children(self.core, "Worker")
+        self.worker = workers[0] if workers else self.core
+        self.all = [self.owner, self.core, *workers]
 
-    def _child(self, parent: psutil.Process, name: str) -> psutil.Process:
-        (found,) = [child for child in parent.children() if name in " ".join([child.name(), *child.cmdline()])]
-        return found
+    def _children(self, parent: psutil.Process, name: str) -> list[psutil.Process]:
+        return [child for child in parent.children() if name in " ".join([child.name(), *child.cmdline()])]
 
 
 def segments(processes: Iterable[psutil.Process]) -> set[Path]:
@@ -71,10 +71,10 @@ def clean_temporary(no_engine: EngineShelf, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]:
+def engine(no_engine: EngineShelf, clean_temporary: Path, request: pytest.FixtureRequest) -> Iterator[AsyncVLLM]:
     """Two replicas that are watched closely. At the end no process, shared memory or file of theirs is left."""
     others = set(psutil.Process().children(recursive=True))  # the tracker of an earlier test's memory, say
-    made = start_engine(no_engine.folder("qwen3_moe"), 2, faults=FAULTS)
+    made = start_engine(no_engine.folder("qwen3_moe"), 2, faults=FAULTS, **getattr(request, "param", {}))
     try:
         yield made
     finally:
@@ -143,13 +143,14 @@ def under_fire(engine: AsyncVLLM, expected: Any, *shots: tuple[int, str, signal.
 @pytest.mark.timeout(900)
 def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None:
     owners = [Parts(engine, index).owner for index in range(2)]
+    assert [len(Parts(engine, index).all) for index in range(2)] == [2, 2]  # on a CPU the core holds the worker
     assert owners[0].ppid() == owners[1].ppid()  # one child of this process forked both
     assert psutil.Process(owners[0].ppid()).ppid() == os.getpid()
     leaders = {os.getpgid(pid) for pid in (os.getpid(), owners[0].ppid(), *(one.pid for one in owners))}
     assert len(leaders) == 4  # Ctrl-C is the driver's
     expected = flood(engine)
     # nobody serves until they are back
-    under_fire(engine, expected, (0, "worker", signal.SIGKILL), (1, "core", signal.SIGSTOP))
+    under_fire(engine, expected, (0, "core", signal.SIGKILL), (1, "core", signal.SIGSTOP))
     until_serving(engine, 1)
     assert "gave no sign of life in 8 s and was ended" in str(engine.replica_table[1].last_error)
     check(engine, flood(engine, 10), expected[:10])
@@ -157,11 +158,12 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
 
 @pytest.mark.soak
 @pytest.mark.engine
+@pytest.mark.parametrize("engine", [{"distributed_executor_backend": "mp"}], indirect=True, ids=["worker apart"])
 def test_each_process_of_a_replica_may_be_killed_under_answers_that_continue_too(
     engine: AsyncVLLM, no_engine: EngineShelf
 ) -> None:
     expected = flood(engine)
-    under_fire(engine, expected, (0, "core", signal.SIGKILL), (1, "owner", signal.SIGKILL))
+    under_fire(engine, expected, (0, "worker", signal.SIGKILL), (1, "owner", signal.SIGKILL))
     until_serving(engine, 1)
     check(engine, flood(engine), expected)
     resume_under_fire(engine, expected, Reference(no_engine.folder("qwen3_moe")))

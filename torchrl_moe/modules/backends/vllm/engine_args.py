@@ -215,6 +215,9 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     router_dtype = given.pop("router_dtype", "auto")
     _check_router_dtype(router_dtype)
     engine_args = AsyncEngineArgs(**given)
+    ranks = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size * engine_args.data_parallel_size
+    if on_cpu and ranks == 1 and "distributed_executor_backend" not in arguments:
+        engine_args.distributed_executor_backend = "uni"  # the worker in the engine core's process, as by vLLM on a GPU
     if router_dtype != "auto":
         engine_args.additional_config = {**(engine_args.additional_config or {}), ROUTER_DTYPE: router_dtype}
     try:
