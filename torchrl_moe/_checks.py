@@ -282,7 +282,7 @@ def check_route_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype, num_ex
     if dtype != wanted:
         raise RouteValueError(
             f"{name} must have dtype {wanted} for {num_experts} experts, got {dtype}. Use RoutedExperts.from_vllm on"
-            f" what an engine returned, and .to({wanted}) on other routes."
+            f" what an engine returned, and .to({wanted}) on the tensor of other routes."
         )
 
 

@@ -1,4 +1,4 @@
-"""The error tree. Every error that torchrl_moe raises on purpose is a node of it.
+"""The errors of what runs. Wrong arguments are a ``ValueError`` or ``TypeError``, those of a run a ``ConfigError``.
 
 .. code-block:: text
 

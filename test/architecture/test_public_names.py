@@ -37,7 +37,8 @@ PUBLIC: dict[str, str] = {
     "layer_agreement load_figure log_ratio_figure routes_figure show_samples staleness_figure timeline_figure "
     "training_figure",
     "trainers": "CheckpointConfig ConfigError DataConfig EngineConfig EvalConfig GRPOConfig HardwareConfig LoRAConfig "
-    "LogConfig LossConfig MoEGRPOTrainer ModelConfig OptimConfig PlacementConfig RolloutConfig RunPlan load_config",
+    "LogConfig LossConfig MoEGRPOTrainer ModelConfig OptimConfig PlacementConfig RolloutConfig RunPlan "
+    "SaveConfig load_config",
     "testing": "ByteTokenizer FakeAsyncVLLM Noise NoisyModel conformance make_tiny_moe without_kept_tokens",
 }
 SIGNATURES = Path(__file__).with_name("public_signatures.txt")

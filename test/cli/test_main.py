@@ -84,6 +84,8 @@ SERVE = [
         (["probe", "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["conformance", "tiny", "--engine", "vllm", "--adapter", "a:b"], "not allowed with argument"),
         (["doctor", "--engine"], "--engine vllm needs a MODEL"),
+        (["doctor", "tiny", "--engine-arg", "seed=1"], "--engine-arg: no engine is started without --engine"),
+        (["conformance", "--adapter", "a:b", "--engine-arg", "seed=1"], "--engine-arg: --adapter a:b starts no engine"),
         (["doctor", "--engine", "./none"], "there is no folder './none'"),  # a model may follow the option
         (["doctor", "tiny", "--engine", "sglang"], "--engine sglang: must be one of vllm, transformers"),
         (["doctor", ""], "there is no folder ''"),  # of a shell variable that was not set

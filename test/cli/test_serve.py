@@ -24,13 +24,14 @@ from torchrl_moe.cli.main import main
 def words(shelf: EngineShelf) -> list[str]:
     folder = shelf.folder("qwen3_moe")
     arguments = [f"--engine-arg={name}={json.dumps(value)}" for name, value in SMALL.items()]
-    return ["serve", str(folder), "--port=0", "--json", "--served-model-name=tiny", *arguments]
+    return ["serve", str(folder), "--port=0", "--json", "--served-model-name", "tiny", "small", *arguments]
 
 
 def ask(url: str) -> None:
     with httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = "Bearer secret"
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny", "small"]
         answer = client.post("/v1/chat/completions", json=ASKED)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] <= 8

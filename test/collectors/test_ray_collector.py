@@ -164,6 +164,11 @@ def test_it_ends_after_so_many_rows_and_says_how_far_it_is_and_what_it_has(
         collector.shutdown()
 
 
+def test_an_evaluation_has_the_collectors_limit_of_turns(collect: Make) -> None:
+    with pytest.raises(ValueError, match="after max_turns=2"):
+        collect(max_turns=2).evaluate(lambda: chat(1, turns=3), 1, dataloader=Questions(1))
+
+
 def test_what_the_local_collector_refuses_is_refused_and_the_actor_ended(
     collect: Make, ended: list[Any], actor: Any
 ) -> None:

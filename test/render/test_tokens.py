@@ -135,6 +135,13 @@ def test_the_policy_names_keys_and_has_the_tokenizer() -> None:
     policy = SimpleNamespace(tokens_key="words", masks_key=None, tokenizer=TOKENIZER)
     (sample,) = read_samples(row, 1, 9, policy=policy)
     assert [token.text for token in sample.shown] == ["a", "b"]
+    known = sample.shown[1].experts
+    row["routes"] = row.pop("routed_experts")
+    (sample,) = read_samples(row, 1, 9, policy=policy)
+    assert not sample.shown[1].experts
+    policy.routed_experts_key = "routes"
+    (sample,) = read_samples(row, 1, 9, policy=policy)
+    assert sample.shown[1].experts == known
     with pytest.raises(ValueError, match=r"no tokens at \('tokens', 'full'\)"):
         read(row)
 

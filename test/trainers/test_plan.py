@@ -74,6 +74,8 @@ def test_the_trainer_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:
     resident = 4 * QWEN + 2 * (2 * layer + outside) + 4 * layer
     assert qwen.total(TRAINER) == resident + max(found["a micro-batch"], QWEN)
     assert any("80" in note and "trainer" in note for note in qwen.notes)  # it does not fit
+    with pytest.raises(ValueError, match=r"part must be one of .*'trainer, each GPU'.*, got 'trainer'"):
+        qwen.total("trainer")
 
 
 def test_the_rest_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:

@@ -90,6 +90,8 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         raise BadUse("--only '': it names no check; --list names them")
     if options.model is None and options.adapter is None:
         raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
+    if options.adapter is not None and options.engine_args:
+        raise BadUse(f"--engine-arg: --adapter {options.adapter} starts no engine")
     given = {"tolerance": options.tolerance, "tie": options.tie}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
     kind, arguments = options.engine or ENGINES[0], engine_arguments(options.engine_args)

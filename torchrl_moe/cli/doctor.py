@@ -232,6 +232,8 @@ def _run(options: argparse.Namespace, output: Output) -> int:
             raise BadUse(f"--engine {options.engine}: must be one of {', '.join(ENGINES)}")
         # `--engine MODEL`: argparse reads the word behind the option as its value
         options.model, options.engine = options.engine, ENGINES[0]
+    if options.engine_args and not options.engine:
+        raise BadUse("--engine-arg: no engine is started without --engine")
     if options.engine and options.model is None:
         raise BadUse(f"--engine {options.engine} needs a MODEL to start it with: {MODEL_HELP}")
     # packages, machine, model: a problem of one does not keep the others from being looked at

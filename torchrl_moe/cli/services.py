@@ -293,7 +293,9 @@ MOST_TOKENS = 2048
 
 def add_engine_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Add the options of every command that starts an engine."""
-    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype of the engine (default: {dtype})")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=dtype, help=f"dtype of an engine that is started (default: {dtype})"
+    )
     add_engine_arg(parser)
 
 

@@ -72,7 +72,7 @@ def evaluate(
     Args:
         policy: asks its engine.
         env: an environment, a callable that makes one, or an async function that runs a sample.
-        count: how many prompts, from the start of the data.
+        count: how many prompts, from the start of the data; a loader with fewer is read again.
         dataloader: default: that of the environment.
         reward_timeout: seconds that a call of an environment may take.
         use_tqdm: whether to show a progress bar, on a terminal or in a notebook; in a log file there is none.
@@ -82,6 +82,7 @@ def evaluate(
     Raises:
         ValueError: ``count`` is below 1, there is no data, or no prompt is left.
         EnvironmentTimeoutError: a call took longer.
+        CollectionError: the same of an environment that is not given as a callable, which cannot be made again.
         RequestRefusedError: the engine refused every prompt.
     """
     check_number("count", count, 1, whole=True)
@@ -151,11 +152,12 @@ class AsyncLLMCollector(FreeRunning, Reports):
             ``verbose``, are those of :class:`LLMCollector`. ``reset_at_each_iter`` has no effect, since each sample
             starts with a reset. ``async_envs=True``, ``yield_completed_trajectories=False`` and ``flatten_data=False``
             are refused: environments are stepped in threads, samples are complete, batches are flat.
-        dialog_turns_per_batch: answers in a batch, if ``groups_per_batch`` is not given.
+        dialog_turns_per_batch: samples in a batch, if ``groups_per_batch`` is not given; a multiple of ``group_size``.
+        total_dialog_turns: rows after which the collection ends; -1 for never.
         verbose: whether to show a progress bar over answers, with mean reward, mean age and queued groups.
         dataloader: the prompts; default: the dataloader of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
-        groups_per_batch: complete groups in a batch.
+        groups_per_batch: complete groups in a batch; default: one.
         max_staleness: S, bounds the age of a token when it is trained on, in weight updates, time in the queue
             included: at most S with ``order="fifo"``, S + ceil((W - 1) / P) with ``"window"``. With 0, a batch starts
             when the last one has been trained on.
@@ -163,7 +165,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
             1) P groups (S ``max_staleness``, P ``groups_per_batch``); ``"ready"``: any complete ones.
         window: the share in that formula, above 0 and at most 1.
         on_stale: ``"wait"`` starts groups late enough that none gets too old; ``"drop"`` drops groups that are too old
-            and starts others.
+            and starts others. With ``order="ready"`` only ``"drop"`` bounds the age.
         on_weight_update: must be ``None``: what an update does to running answers is the weight sync's ``mode``.
         max_in_flight: answers generated at a time; ``"auto"``: as many as the engine admits.
         over_sample: starts so many times the groups needed and drops the late ones; needs ``on_stale="drop"``.
@@ -496,7 +498,7 @@ class AsyncLLMCollector(FreeRunning, Reports):
         self._frames = state_dict["frames"]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed data, engine and environment; see :meth:`LLMCollector.set_seed`."""
+        """Seed data, engine and environment (of a callable, the first); see :meth:`LLMCollector.set_seed`."""
         self._prompts.seed(seed)
         self.policy.model.set_seed(seed)
         return int(self.env.set_seed(seed, static_seed=static_seed)) if isinstance(self.env, EnvBase) else seed + 1
@@ -504,7 +506,13 @@ class AsyncLLMCollector(FreeRunning, Reports):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Abort running requests and end the threads. Idempotent; the engine stays up for its owner."""
+        """Abort running requests and end the threads. Idempotent; the engine stays up for its owner.
+
+        Args:
+            timeout: seconds to wait for running groups; ``None``: 10.
+            close_env: whether to close the environments; else the first one stays open.
+            raise_on_error: TorchRL's, not used.
+        """
         del raise_on_error
         if self._is_over:
             return

@@ -161,18 +161,19 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
       collector yields each prompt once.
     - No prompt is lost: TorchRL drops the first batch, and with ``reset_at_each_iter`` one at each iteration. A batch
       whose ``postproc``, hook or buffer fails comes again after a Ctrl-C, and its prompts are in the state.
-    - Later turns send the token ids of the earlier ones, so their log-probs and routes stay those of these tokens.
+    - In history mode, later turns send the token ids of the earlier ones, so their log-probs and routes stay those of
+      these tokens.
     - :attr:`policy_version` is the engine's; rows carry those of their tokens.
 
     Args:
         env: an environment, or a callable that makes one.
         policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, or another policy of TorchRL's.
         policy_factory: makes the policy; give one of the two.
-        dialog_turns_per_batch: answers in a batch.
+        dialog_turns_per_batch: turns in a batch, at least; it must be given unless complete samples are yielded (1).
         yield_only_last_steps: whether to keep only the last turn of each sample.
         yield_completed_trajectories: whether to yield complete samples when they are done.
         postproc: applied to each batch.
-        total_dialog_turns: rows after which the collection ends; -1 for never.
+        total_dialog_turns: turns after which the collection ends, those included that are not yielded; -1 for never.
         async_envs: has an effect only with an ``AsyncEnvPool``.
         replay_buffer: extended with each batch; ``None`` is yielded in the batch's place.
         reset_at_each_iter: whether to drop samples that are not done at the end of a batch.
@@ -495,7 +496,13 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop after the current batch and close the environment. Idempotent; the engine stays up for its owner."""
+        """Stop after the current batch and close the environment. Idempotent; the engine stays up for its owner.
+
+        Args:
+            timeout: seconds to wait for that batch; ``None``: no limit.
+            close_env: whether to close the environment.
+            raise_on_error: TorchRL's.
+        """
         with self._borders:
             self._stop = True
             self._borders.notify_all()

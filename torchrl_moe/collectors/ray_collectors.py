@@ -230,6 +230,8 @@ class CollectorHost:
         self, env: EnvLike, n: int, dataloader: Iterable[object] | None, generate_kwargs: Mapping[str, Any]
     ) -> TensorDictBase:
         """Answer held-out prompts; see :func:`~torchrl_moe.collectors.async_collector.evaluate`."""
+        if isinstance(self._collector, AsyncLLMCollector):  # whose max_turns are an evaluation's, too
+            return self._collector.evaluate(env, n, dataloader=dataloader, **generate_kwargs)
         return evaluate(self._collector.policy, env, n, dataloader, **generate_kwargs)
 
     def pause(self, resume: bool) -> None:
@@ -566,7 +568,7 @@ class RayCollector(FreeRunning):
             self._ahead = deque(ahead)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the actor's data and environment, and return the next seed to use."""
+        """Seed the actor's data, engine and environment, and return the next seed to use."""
         return int(self._local("set_seed", seed, static_seed))
 
     # -- end --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class HarnessEnv(Workflow):
             sample does, and cuts each answer at that policy's ``max_new_tokens``.
         serve_options: of that default, see :func:`~torchrl_moe.http.serve_http`.
         deadline: seconds that one ``run`` may take in all; ``None`` for no limit.
-        sampling_params: go before those of the harness, which may not know that it trains, ``{"temperature": 1.0}``.
+        sampling_params: go before those of the harness, which may not know that it trains, ``{"temperature": 1.0}``;
+            by vLLM's names, such as ``max_tokens``.
         shared: see :meth:`~torchrl_moe.http.sessions.Session.trajectories`.
 
     Raises:

@@ -206,6 +206,7 @@ class HttpServer:
         Raises:
             ValueError: the id is not text of 1 to 256 characters.
             SessionLimitError: there are too many.
+            SessionClosedError: it was closed.
         """
         return self.sessions.get(session_id)
 

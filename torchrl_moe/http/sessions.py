@@ -429,7 +429,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What clients may ask for; beyond it they get status 429, or 413 for a body, 400 for ``answers`` and headers.
+    """What clients may ask for; beyond it they get status 429.
+
+    Or 413 for a body, 400 for ``answers`` and headers, 504 for ``request_seconds``; for ``client_seconds`` 408 or a
+    closed connection.
 
     Attributes:
         requests: under way at a time, of all clients.

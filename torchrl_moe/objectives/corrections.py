@@ -141,7 +141,7 @@ class Thresholds:
     """The thresholds of the corrections, by name.
 
     Raises:
-        ValueError: a threshold is not positive, or a pair is not in order.
+        ValueError: a threshold is negative, or a pair is not in order.
 
     >>> Thresholds(tis=3.0).icepop
     (0.5, 5.0)

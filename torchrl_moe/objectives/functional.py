@@ -353,7 +353,7 @@ def kl_penalty(
         log_probs: log π, ``[B, T]``, with a gradient.
         other_log_probs: log q, ``[B, T]``.
         mask: ``[B, T]`` bool.
-        estimator: ``"k3"`` is GRPO's (arXiv 2402.03300, eq. 4); the table above gives the gradient of each.
+        estimator: ``"k3"`` is GRPO's (arXiv 2402.03300, eq. 4); docs/objectives.md has the gradient of each.
         log_ratio: ``log π - log μ`` of :func:`log_ratio`, ``[B, T]``: weights the penalty, which then has the
             gradient of ``KL(π || q)`` off policy too. ``None``: unweighted.
         clamp: clamps each penalty, its weight included, to ``±clamp``; a clamped penalty has no gradient. k3 grows as

@@ -175,8 +175,7 @@ class GRPOLoss(LossModule):
         clip_value: ``None`` or ``False``: there is no value function.
         kl_to_ref_coeff: adds ``loss_kl_to_ref``, the KL to the reference. ``None`` or 0 switch it off.
         kl_to_inference_coeff: adds ``loss_kl_to_inference``, to the rollout policy. With 0 it is only measured.
-        kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; for their gradients see
-            :mod:`torchrl_moe.objectives.functional`.
+        kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; docs/objectives.md has their gradients.
         kl_off_policy: whether to weight both by π/μ, so that their gradient is that of the KL off policy too.
         kl_clamp: clamps both per token to ``±kl_clamp``, before the coefficient; a clamped token has no gradient from
             them. ``None`` switches it off.
@@ -185,16 +184,18 @@ class GRPOLoss(LossModule):
         masking_strategy: ``"sft"`` (attended tokens after the prompt), ``"rlhf"`` (those of the assistant mask) or
             ``"generic"`` (all attended tokens).
         ref_log_prob_padding_side: the side on which a row of reference log-probs shorter than its tokens is padded.
-        ref_log_prob_padding_value: the value. NaN: such a token has no KL to the reference. (TorchRL's default is 0.)
+        ref_log_prob_padding_value: the value. NaN: such a token has no KL to the reference, and with
+            ``kl_mask_threshold`` is in no term of the loss. (TorchRL's default is 0.)
         fixed_length: tokens to divide each sequence by, with ``aggregation="fixed_length"`` only.
         router_loss: a :class:`~torchrl_moe.objectives.MoERouterLoss` of the same actor: its terms are returned too,
-            from the router logits of the one forward pass.
+            from the router logits of the one forward pass. It has keys of its own, for its own ``set_keys``.
 
     Keys, for :meth:`set_keys`: those of :class:`~torchrl_moe.objectives.batch.LossKeys`. ``advantage`` is ``[T, 1]``
     per token or ``[1, 1]`` per sample; ``num_valid_tokens``, ``num_sequences`` and ``sum_weights`` may be absent.
 
     Raises:
         ValueError: an argument that is not allowed, or two that do not go together.
+        TypeError: an actor without ``score`` or ``get_dist``.
 
     Example::
 

@@ -35,7 +35,7 @@ class CollapseThresholds:
     k3: float | None = 0.01
     """Greatest mean k3. A healthy 30B MoE has 1.5e-3, or half of that with replay (arXiv 2510.11370)."""
     extreme_fraction: float | None = 0.1
-    """Greatest F(τ), with τ = 2: more than this came before a collapse (arXiv 2510.11370)."""
+    """Greatest F(τ); the default is for τ = 2: more than this came before a collapse (arXiv 2510.11370)."""
     ess: float | None = 0.5
     """Least effective sample size: below 0.5, half of the tokens of a batch are wasted."""
     dropped_fraction: float | None = 0.0
@@ -68,7 +68,7 @@ class MismatchMetrics:
     masks it later. Sums and counts are kept, in float64, so micro-batches and ranks add up without bias.
 
     ==============================  ====================================================================================
-    ``mismatch/tokens``             n, the number of tokens that count
+    ``mismatch/tokens``             n, the number of tokens that count and whose ``log π`` is finite
     ``mismatch/k1``, ``k3``         means of ``-ℓ`` and ``r - 1 - ℓ``: both estimate ``KL(μ || π)``
     ``mismatch/dlogp_mean``,        mean and maximum of ``|ℓ|``
     ``dlogp_max``
@@ -156,7 +156,8 @@ class MismatchMetrics:
             version: of the weights that ``log_probs`` were computed with; needed for the ages of tokens.
 
         Raises:
-            ValueError: an entry is missing or does not fit the tokens, or a token is newer than ``version``.
+            ValueError: an entry is missing or does not fit the tokens, or a token is newer than ``version``. Some sums
+                may then have the batch: call :meth:`reset`.
         """
         _checks.check_number("version", version, 0, whole=True, none=True)
         keys = self.keys

@@ -42,8 +42,8 @@ class MoERouterLoss(LossModule):
     and layers without a router do not count.
 
     With ``GRPOLoss(actor, router_loss=...)`` the policy loss returns these terms too, from one forward pass. Called by
-    itself, it runs one of the layers without the head: ``actor.score(td, router_logits=True)``, with an empty ``mask``
-    if ``score`` takes one.
+    itself, it runs one of the layers without the head: ``actor.score(td, entropy=False, router_logits=True)``, with an
+    empty ``mask`` if ``score`` takes one.
 
     Args:
         actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.batch.ScoringActor`) that accepts
@@ -56,6 +56,10 @@ class MoERouterLoss(LossModule):
 
     Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and two optional ones of the whole batch of which the
     input is a part, see :meth:`totals`: ``expert_counts``, ``num_router_sequences``.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+        TypeError: an actor without ``score``.
 
     Example::
 

@@ -121,8 +121,8 @@ def agreement_figure(agreements: Mapping[str, npt.ArrayLike], title: str = "") -
     """Draw the share of rows with the same experts over the layers; with and without replay, say.
 
     Args:
-        agreements: by label, ``[L]`` in 0..1: of :func:`layer_agreement`, or ``("routing", "agreement")``; NaN, a layer
-            without a router, is left out.
+        agreements: by label, ``[L]`` in 0..1: of :func:`layer_agreement`, or one sample's ``("routing", "agreement")``;
+            NaN, a layer without a router, is left out.
         title: of the figure.
 
     Raises:

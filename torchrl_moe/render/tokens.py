@@ -158,7 +158,8 @@ def read_samples(
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, with decode(), got {tokenizer!r}")
     rows = rows_of(td)
-    keys = {name: getattr(policy, f"{name}_key", None) or name for name in ("tokens", "masks", "log_probs")}
+    names = ("tokens", "masks", "log_probs", "routed_experts")
+    keys = {name: getattr(policy, f"{name}_key", None) or name for name in names}
     texts = TokenTexts(getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer)
     first = max(0, len(rows) - n)
     return [_read(index, row, keys, most, texts) for index, row in enumerate(rows[first:], first)]
@@ -183,7 +184,7 @@ def _read(index: int, row: TensorDictBase, keys: Mapping[str, str], most: int, t
         return _array(values)[real]
 
     versions, log_probs = entry("policy_versions", "full"), entry(keys["log_probs"], "full")
-    routes, assistant = entry("routed_experts", "full"), entry(keys["masks"], "all_assistant_mask")
+    routes, assistant = entry(keys["routed_experts"], "full"), entry(keys["masks"], "all_assistant_mask")
     kept = row.get(("sampling", "kept"), None)
     sizes = None if kept is None else _array(kept.sizes)[real]
     prompt = row.get((keys["tokens"], "prompt"), None)

@@ -96,7 +96,7 @@ class WeightStoreWriter:
         protected: a version that is not removed; ``None`` for none.
 
     Raises:
-        WeightSyncError: the folder has a writer, or belongs to another user.
+        WeightSyncError: the folder has a writer, belongs to another user, or holds other things.
     """
 
     def __init__(self, folder: str | Path, keep_versions: int = 2, *, delta: bool = False, fsync: bool = False) -> None:

@@ -435,8 +435,13 @@ class FakeAsyncVLLM(GenerationService):
 
     Args:
         num_replicas: number of replicas.
-        seed: see :class:`FakeReplica`, as for every argument that is not named here.
-        max_concurrent_requests: see :class:`~torchrl_moe.modules.AsyncVLLM`.
+        seed: of the tokens, log-probs and routes that are made up.
+        layout: the routers of the model; ``None``: a dense one.
+        token_seconds: seconds that a token takes, or a function of the request that returns them.
+        refuse: a function of a request that returns why it is refused, or ``None``.
+        script: a function of a prompt's text that returns the answer's, or ``None`` for one that is made up.
+        forced_routing_unavailable_reason: why recorded experts cannot be followed; default: they can, with a layout.
+        sampling_params, metrics, max_concurrent_requests: see :class:`~torchrl_moe.modules.AsyncVLLM`.
         faults: see there, too; without it no supervisor runs, so a dead replica stays dead.
 
     >>> with FakeAsyncVLLM(num_replicas=2, seed=1) as engine:

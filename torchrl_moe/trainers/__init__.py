@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchrl_moe.trainers.config import OptimConfig as OptimConfig
     from torchrl_moe.trainers.config import PlacementConfig as PlacementConfig
     from torchrl_moe.trainers.config import RolloutConfig as RolloutConfig
+    from torchrl_moe.trainers.config import SaveConfig as SaveConfig
     from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer as MoEGRPOTrainer
     from torchrl_moe.trainers.plan import RunPlan as RunPlan
 else:
@@ -28,7 +29,8 @@ else:
         {
             ".compose": "load_config",
             ".config": "CheckpointConfig ConfigError DataConfig EngineConfig EvalConfig GRPOConfig HardwareConfig "
-            "LoRAConfig LogConfig LossConfig ModelConfig OptimConfig PlacementConfig RolloutConfig",
+            "LoRAConfig LogConfig LossConfig ModelConfig OptimConfig PlacementConfig RolloutConfig "
+            "SaveConfig",
             ".grpo_trainer": "MoEGRPOTrainer",
             ".plan": "RunPlan",
         },

@@ -242,7 +242,7 @@ class HardwareConfig(Settings, group="hardware"):
 
     Attributes:
         gpu_gb: memory of a GPU, in 10^9 bytes.
-        host_gb: memory of a host.
+        host_gb: memory of a host, in 10^9 bytes.
         gpus_per_host: number of GPUs of a host, for the trainer's hosts and the engine's.
         trainer_gpus: number of ranks that ``torchrun`` would start.
         expert_imbalance: tokens of the busiest rank under expert parallelism, as a multiple of the mean; the real value
@@ -270,7 +270,8 @@ class PlacementConfig(Settings, group="placement"):
         cpu_offload: whether weights, gradients and optimizer are kept in host memory.
         reshard_after_forward: whether a layer's gathered weights are freed after its forward pass, and gathered again
             for its backward pass; ``False`` needs more memory and less communication.
-        timeout: seconds that one rank waits for another before the run ends with an error that names it.
+        timeout: seconds that one rank waits for another before the run ends with an error that names it. While rank 0
+            generates, syncs or writes, the others wait for it without a limit.
         collective_timeout: seconds that a collective may take, in the default process group, if it is made here, and in
             the model's groups. During a weight sync, collectives also wait for the weight store, so it must be above
             ``engine.sync.timeout_seconds``.
@@ -339,11 +340,13 @@ class DataConfig(Settings, group="data"):
         source: a file or folder of JSON lines, a hub name, ``package.module:function``, ``reasoning_gym:TASK``, or one
             of TorchRL's tasks: ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is
             given.
-        arguments: of the function, of ``datasets.load_dataset``, or of the task; those of all tasks of reasoning-gym
-            are ``size``, ``held_out``, ``seed``, ``instruction`` and ``chat``.
+        arguments: of the function, of ``datasets.load_dataset``, or of the task; not used for a file or folder. Those
+            of all tasks of reasoning-gym are ``size``, ``held_out``, ``seed``, ``instruction``, ``chat`` and
+            ``run_answers``.
         prompt: the column of prompts: texts, or lists of messages; an async function as environment needs none. The
             columns ``tools`` and ``chat_template_kwargs``, where there are any, go to the chat template.
-        held_out: number of prompts held out for evaluation, if the source has no held-out split.
+        held_out: number of prompts held out for evaluation. If the source has a held-out split they are drawn from it,
+            and 0 takes all of it.
         rewards: functions, ``package.module:function``; unused if functions are given, or the task has its own.
         weights: of the rewards; ``None``: 1 each.
     """
@@ -370,7 +373,7 @@ class EngineConfig(Settings, group="engine"):
         sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
             ``max_staleness=0``.
         connect: name of a service in the Ray cluster that another job starts and stops; default: the run starts its
-            own.
+            own. ``num_replicas`` and ``backend`` are then not used, ``arguments`` and ``sleep`` refused.
     """
 
     kind: str = setting("vllm", of=("vllm", "transformers"))
@@ -529,7 +532,8 @@ class EvalConfig(Settings, group="eval"):
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
             without; 0: none.
         max_mismatch: the greatest ``mismatch_kl`` of answers by the newest weights, where engine and trainer compute in
-            float32: more is a fault, and ends the run. ``None``: it is only warned of.
+            float32: more is a fault, and ends the run. ``None``: it is only warned of. It is looked at where the
+            mismatch is measured: never with ``mismatch_every=0``.
     """
 
     every: int = setting(10, least=0)
@@ -544,7 +548,8 @@ class CheckpointConfig(Settings, group="checkpoint"):
 
     Attributes:
         every: steps between checkpoints; 0 for none.
-        keep: how many of the newest to keep, besides the one with the best held-out reward.
+        keep: how many of the newest to keep, besides the best one: by held-out reward, or where nothing is held out, by
+            the mean reward of the last five steps.
         grace: seconds after a Ctrl-C, SIGTERM (a batch scheduler's) or SIGHUP (a terminal's end) in which the running
             step is finished and saved; 0, or without checkpoints: the run ends at once.
     """
@@ -556,7 +561,7 @@ class CheckpointConfig(Settings, group="checkpoint"):
 
 @dataclass(kw_only=True)
 class SaveConfig(Settings, group="save"):
-    """The model that is written at the end, and by ``trainer.save_pretrained()``.
+    """The model that the command writes at the end, and ``trainer.save_pretrained()`` at any time.
 
     Attributes:
         dtype: of its weights; ``"auto"`` is the dtype that the model was loaded in.
@@ -575,7 +580,8 @@ class LogConfig(Settings, group="log"):
         samples: answers written to ``samples.jsonl`` at each step.
         progress: whether to show progress: a bar on a terminal or in a notebook, lines elsewhere.
         print_every: steps between those lines.
-        plot_every: steps between two versions of the figure ``run.png``; 0: none before the end.
+        plot_every: steps between two versions of the figure ``run.png``, which the command draws at the end, too; 0:
+            none before that.
     """
 
     loggers: list[str] = setting(["tensorboard"], of=("csv", "tensorboard", "wandb", "trackio", "mlflow"))
@@ -592,7 +598,7 @@ class GRPOConfig(Settings):
 
     Attributes:
         out: the run's folder.
-        seed: of all random draws, those of the engine, Python, NumPy and torch: from 0 to 2^31 - 1.
+        seed: of all random draws, of Python, NumPy, torch and an engine that the run starts: from 0 to 2^31 - 1.
         steps: number of training steps.
         resume: continue from the newest checkpoint in ``out``.
         overwrite: replace the run that ``out`` holds, once the first step of this one is done; otherwise such a folder
@@ -600,11 +606,11 @@ class GRPOConfig(Settings):
         hooks: functions, ``package.module:function``, called with the trainer before it starts, to register hooks.
         chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``; a column of this name changes
             them for a row.
-        plan: print what the run would need, and do not start it.
+        plan: of the command line: print what the run would need, and start nothing. A trainer refuses it.
         parity: ``"exact"``: engine and trainer run the same kernels on the same shapes, and a sampled token whose
             log-prob here is not the engine's, bit by bit, ends the run. Slow: for experiments that need a baseline
             without mismatch. It needs ``engine.kind=transformers``.
-        placement: how the ranks of a launcher share the model; no effect with a single process.
+        placement: how the ranks of a launcher share the model; a single process takes the defaults only.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
     1e-05

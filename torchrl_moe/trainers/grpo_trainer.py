@@ -212,9 +212,9 @@ class MoEGRPOTrainer(RunReports):
             :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
         rewards: a function or functions of an answer, with any of ``prompt``, ``completion``, ``completion_ids`` and
             the columns of the dataset as parameters.
-        held_out: another dataset, or environment, to evaluate on; default: ``config.data.held_out`` rows of the data.
+        held_out: another dataset, or environment, to evaluate on; default: as ``config.data.held_out`` says.
         config: all other settings, or a dict of them, such as ``{"steps": 3, "optim": {"lr": 1e-5}}``.
-        tokenizer: default: the one in the model's folder.
+        tokenizer: default: the one in the model's folder; a model object needs one.
         engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
         **others: ``train_dataset``, ``eval_dataset``, ``reward_funcs`` and ``processing_class``, as TRL calls dataset,
             held_out, rewards and tokenizer. All else is refused, with its name here.
@@ -223,7 +223,8 @@ class MoEGRPOTrainer(RunReports):
     engine, and sends the others their share of each batch; ``config.placement`` says how they share the model.
 
     Raises:
-        ConfigError: an invalid setting; raised before anything is started or written.
+        ConfigError: an invalid setting; nearly all are found before anything is started or written, and what was
+            started is ended.
         RankError: another rank failed, or did not arrive in time.
         TypeError: an argument that it does not have; the nearest that it has.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
@@ -597,7 +598,11 @@ class MoEGRPOTrainer(RunReports):
         self._is_asked_to_stop = True
 
     def save_trainer(self, force_save: bool = False) -> None:
-        """Begin to write a checkpoint, if one is due; one that does not fit on the disk is a warning."""
+        """Begin to write a checkpoint, if one is due; one that does not fit on the disk is a warning.
+
+        Args:
+            force_save: also if none is due, and return when it is written; not if ``checkpoint.every`` is 0.
+        """
         every = self.config.checkpoint.every
         if not ((force_save and every) or _is_due(self.steps_done, every)):
             return
@@ -678,6 +683,8 @@ def _read(given: object) -> GRPOConfig:
             f"config must be a GRPOConfig or a dict of its settings, got {given!r:.60}: a file is read by "
             "torchrl_moe.trainers.compose.load_config"
         )
+    if config.plan:
+        raise ConfigError("plan=true is for the command: RunPlan.of(config) is the plan, and a trainer starts the run")
     config = copy.deepcopy(config)  # the user's own may change while the run goes on
     config.check()
     return config

@@ -41,7 +41,7 @@ class Table(RichTable):
 
 
 # The machines that a line of a plan can refer to.
-TRAINER, ENGINE, HOST, UPDATE = "trainer, each GPU", "engine, each GPU", "host of the trainer", "weight update"
+PARTS = TRAINER, ENGINE, HOST, UPDATE = "trainer, each GPU", "engine, each GPU", "host of the trainer", "weight update"
 FLOAT32 = 4
 
 
@@ -559,7 +559,16 @@ class RunPlan:
         return plan
 
     def total(self, part: str) -> int:
-        """Return the peak bytes of a part: what is permanent, plus the largest temporary item."""
+        """Return the peak bytes of a part: what is permanent, plus the largest temporary item.
+
+        Args:
+            part: ``"trainer, each GPU"``, ``"engine, each GPU"``, ``"host of the trainer"`` or ``"weight update"``.
+
+        Raises:
+            ValueError: another part.
+        """
+        if part not in PARTS:
+            raise ValueError(f"part must be one of {PARTS}, got {part!r}")
         rows = [row for row in self.rows if row.part == part]
         passing = [row.bytes for row in rows if not row.at_once]
         return sum(row.bytes for row in rows if row.at_once) + max(passing, default=0)
@@ -575,7 +584,7 @@ class RunPlan:
         table.add_column("what")
         table.add_column("GB", justify="right")
         table.add_column("how it is worked out")
-        for part in (TRAINER, ENGINE, HOST, UPDATE):
+        for part in PARTS:
             table.add_section()
             table.add_row(f"[bold]{part}[/]", f"[bold]{self.total(part) / 1e9:.2f}[/]", "")
             for row in self.rows:

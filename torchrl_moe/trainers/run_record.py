@@ -490,7 +490,13 @@ class RunReports:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
 
     def summary(self) -> Table:
-        """Return a table of the run's results, and of the effect of replay."""
+        """Return a table of the run's results, and of the effect of replay.
+
+        Held-out prompts are answered for it, so the engine must run.
+
+        Raises:
+            RuntimeError: no step has run.
+        """
         if not self.record.rows:
             raise RuntimeError("no step has run: there is nothing to summarise")
         return summary(self.record.rows, self.evaluate())
@@ -528,6 +534,9 @@ class RunReports:
         Weights are written in ``config.save.dtype``, by default that of the source.
 
         All ranks must call it; rank 0 writes.
+
+        Raises:
+            FileExistsError: the folder holds something other than a model.
         """
         with self.ranks.guard():
             self.ranks.meet("writing the model", patient=True)

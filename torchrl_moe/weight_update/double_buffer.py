@@ -133,13 +133,13 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         """Update all replicas to the newest version, if it is newer than what one of them holds.
 
         Args:
-            timeout: TorchRL's; the scheme has the deadlines.
+            timeout: TorchRL's, not used: each step of a replica has 120 seconds.
 
         Returns:
             Whether there was one. :attr:`report` has the details.
 
         Raises:
-            WeightSyncError: fewer than ``min_serving`` replicas hold it.
+            WeightSyncError: fewer than nine of ten replicas hold it.
         """
         del timeout
         with self._lock:

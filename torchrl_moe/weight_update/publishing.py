@@ -164,7 +164,7 @@ class Publisher:
             self._writer.protected = version
 
     def doubt(self) -> None:
-        """Note that a replica could not read a version: what the next one refers to is read before it is written."""
+        """Note that a replica could not read a version: the next one is written whole."""
         if self._writer is not None:
             self._writer.doubt()
 

@@ -50,7 +50,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         gpus_per_replica: checked against the engine's workers per replica, if given.
         num_replicas: checked against the engine, if given.
         strategy: TorchRL's; both of its ways take the same weights.
-        device: TorchRL's; weights are sent from host memory. A GPU is refused with ``"gloo"``.
+        device: with ``"nccl"``, the GPU that sends (default: the current one). Else weights are sent from host memory;
+            ``"gloo"`` refuses a GPU.
         transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` broadcasts it.
             ``"nccl"`` broadcasts it from a GPU into the engines' models during their pause, by vLLM's own
             weight-transfer engines, without a digest on the way. It was not run yet: tests have no GPUs.
@@ -66,16 +67,18 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         prefetch: how many threads of a replica read and hash a version.
         verify: ``"digest"``: every byte is hashed where it arrives; ``"canary"``: the engine's log-probs of a fixed
             prompt are compared with those of the model that is sent (not if tensors are sent instead of a model);
-            ``"off"``: neither. In every case the engine must generate a token with a finite log-prob.
+            ``"off"``: neither. In every case the engine must generate a token with a finite log-prob; where it is
+            paused, or too busy to do so in time, the report says so (``unproved``).
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
-            Several hosts need one on a file system that they share.
-        keep_versions: how many versions are kept at the same time.
+            Several hosts need one on a file system that they share. It must be empty or a store's own, and only its
+            user may read it.
+        keep_versions: how many versions are kept at the same time, at least 2.
         fsync: whether versions outlive a crash of the machine.
         delta: whether only the elements that changed since the last version are written, bit by bit, where that is
             less than half of all; it costs the trainer's host as much memory as the model has bytes. ``"auto"``: in a
             folder that is not in memory.
         dtype: of floating tensors: ``"engine"`` sends none wider than in the engine, ``"trainer"`` sends them
-            unchanged.
+            unchanged, a floating dtype of torch sends that one.
         lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: only the registered model's
             adapter is sent, and vLLM's own LoRA applies it, while requests run. The engine needs ``enable_lora=True``.
         timeout_seconds: deadline of each step of each replica.

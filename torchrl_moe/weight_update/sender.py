@@ -143,7 +143,8 @@ class VLLMWeightSender:
 
         Args:
             model_metadata: name -> (dtype, shape) of what will be sent; checked against the engine's, if given.
-            vllm_engine: the engine. TorchRL's signature allows ``None``; only a double-buffer sender accepts it.
+            vllm_engine: the engine. ``None``, which TorchRL's signature allows, is a ``ValueError``; a double-buffer
+                sender without an engine does not call this.
             takeover: whether to take the engine from a driver that is alive and updates it; that driver's next update
                 is refused. A driver that ended, or shut its sender down, needs no takeover.
 
@@ -228,7 +229,9 @@ class VLLMWeightSender:
             no replica.
 
         Raises:
-            WeightSyncError: fewer than ``min_serving`` replicas hold it; ``.report`` has the details.
+            WeightSyncError: fewer than ``min_serving`` replicas hold it; ``.report`` has the details. Or nothing was
+                sent, as the weights are not finite, the store has no room, or another sender owns the engine; then
+                ``.report`` is ``None``.
             ManifestMismatch: the weights do not have the engine's tensors; no replica was touched.
         """
         with self._lock:
@@ -270,6 +273,11 @@ class VLLMWeightSender:
             wait: whether to return when it is written. Otherwise the weights are copied while the caller continues, and
                 must not change until :meth:`wait_published` has returned: call that before the optimiser's step, or
                 :meth:`guard` the optimiser. Errors are raised there.
+
+        Raises:
+            RuntimeError: no weights were given, and no model is registered.
+            ValueError: ``wait=False`` with weights that ranks hold in parts.
+            WeightSyncError: as of :meth:`update_weights`.
         """
         with self._lock:
             if wait:
@@ -492,10 +500,10 @@ class VLLMWeightReceiver:
 
         Args:
             weights: refused.
-            inplace: the engine's weights are replaced in place.
+            inplace: must be True: the engine's weights are replaced in place.
 
         Raises:
-            ValueError: weights were given, which would not be applied.
+            ValueError: weights were given, which would not be applied, or ``inplace`` is False.
         """
         if weights is not None or not inplace:
             raise ValueError(

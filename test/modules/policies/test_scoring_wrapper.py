@@ -394,6 +394,7 @@ def test_r2_records_then_replays(actor: TransformersWrapper, td: TensorDictBase,
     for layer in MOE:
         assert torch.equal(rows[:, layer].long(), seen[layer][0][laid_out.index[laid_out.mask]])
     assert isinstance(batch["train_routed_experts"][0], RoutedExperts)
+    assert rows.dtype == torch.int8  # as an engine's of so few experts
     after = scorer.score(batch)[0]
     assert after.requires_grad
     assert torch.equal(after, before)

@@ -232,6 +232,8 @@ def test_torchrls_own_wrapper_gives_the_same(actor: TransformersWrapper, td: Ten
     torch.testing.assert_close(got.logits[got.mask], wanted.logits[got.mask], atol=1e-4, rtol=1e-4)
     assert torch.equal(logits, got.logits)
     assert logits.shape == (*got.mask.shape, 259)
+    with pytest.raises(NotImplementedError, match="this wrapper generates"):
+        ours.get_new_version(generate=True)(td, logits_only=True)
 
 
 def trainable(td: TensorDictBase, actor: TransformersWrapper) -> TensorDictBase:

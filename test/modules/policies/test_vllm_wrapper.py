@@ -334,6 +334,7 @@ def test_a_tokenizer_may_be_given_named_and_set_and_is_the_engines_models(fake: 
     mine.pad_token = "<|im_start|>"
     policy.set_tokenizer(mine)
     assert (policy.tokenizer, policy.padding_value) == (mine, 257)
+    assert policy.get_new_version(num_samples=2).tokenizer is mine
     assert wrapper(fake, tokenizer=mine).tokenizer is mine
     folder = tmp_path / "llama-deepseek-qwen-falcon"  # words by which TorchRL picks a template
     ByteTokenizer().save_pretrained(folder)

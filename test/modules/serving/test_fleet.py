@@ -251,6 +251,8 @@ def test_a_replica_takes_nothing_new_while_it_is_drained_whatever_an_update_does
     assert call.result(60.0).aborted
     removing.result(60.0)
     assert service.num_replicas == 1
+    assert service.add_replicas() == [2]
+    assert service.set_seed(5) == 8  # 5 for replica 0, and 7 for replica 2
 
 
 def test_a_shutdown_ends_those_that_are_being_added(fleet: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -117,6 +118,13 @@ def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted:
     assert not engine.is_running
     with pytest.raises(RuntimeError, match="shut down"):
         engine.start()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 0])
+def test_a_start_takes_a_finite_time(scripted: Any, seconds: float) -> None:
+    with pytest.raises(ValueError, match="timeout_seconds must be a finite number above 0"):
+        AsyncVLLM({"model": "m"}).start(timeout_seconds=seconds)
+    assert scripted.made[0].life == []
 
 
 def test_a_start_that_takes_too_long_names_the_limit_which_is_for_all_replicas_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from torchrl_moe.modules.serving.replica_table import (
     TableEntry,
     load_bound,
 )
+from torchrl_moe.testing import FakeAsyncVLLM
 
 
 def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_requests_of_its_time() -> None:
@@ -98,6 +100,21 @@ def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None
         table.cool()
     assert (len(table.serving()), heard) == (2, [1, 2])
     assert table[0].last_error == "bad"
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(None, "CLOSED"), (ValueError(), "HALF_OPEN"), (KeyboardInterrupt(), "HALF_OPEN")]
+)
+def test_an_error_under_a_lease_is_no_success_of_a_trial(error: BaseException | None, state: str) -> None:
+    faults = FaultPolicy(breaker_failures=1, breaker_trials=1, probe=math.inf)
+    with FakeAsyncVLLM(num_replicas=2, faults=faults) as engine:
+        table, balancer = engine.replica_table, engine.load_balancer
+        for index in range(2):
+            table.fail(index, "bad")  # with the last one, both are tried at once
+        with contextlib.suppress(ValueError, KeyboardInterrupt), balancer.acquire_at(0):
+            if error is not None:
+                raise error
+        assert table[0].breaker.state.name == state
 
 
 def test_of_bad_replicas_only_the_first_that_would_leave_nobody_is_tried_at_once() -> None:

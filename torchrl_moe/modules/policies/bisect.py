@@ -90,7 +90,7 @@ class OperationGap:
             choice.
         relative: ``|engine - trainer| / |trainer|``, root mean squares; of a choice: the share of rows in which the
             trainer's router, by itself, chooses other experts.
-        greatest: the greatest absolute difference; NaN of a choice.
+        greatest: the greatest absolute difference; NaN of a choice. Both of routers and the head: of their log-probs.
         equal: the share of elements that are equal to the bit; of a choice, of rows.
     """
 

@@ -335,6 +335,9 @@ def template_options(given: object) -> dict[str, object]:
 INPUT_MODES = ("history", "text", "tokens")
 
 
+GENERATES = "this wrapper generates: get_new_version(generate=False) is one that scores"
+
+
 def no_distribution(message: str) -> NotImplementedError:
     """Return the error that TorchRL's wrappers raise where they have no distributions, such as where they generate."""
     return NotImplementedError(message)

@@ -327,7 +327,8 @@ def has_recorded(td: TensorDictBase) -> bool:
     return rows is not None and not missing
 
 
-def write_recorded(td: TensorDictBase, batch: ScoringBatch, routes: Tensor) -> None:
+def write_recorded(td: TensorDictBase, batch: ScoringBatch, routes: Tensor, num_experts: int) -> None:
     """Write recorded routes ``[B, T, L, K]``, row by row as long as each sample's own tokens; -1 on its pads."""
-    routes = routes.masked_fill(~batch.mask[..., None, None], UNSET_EXPERT).to(td.device or "cpu")
+    dtype = torch.int8 if num_experts <= 128 else torch.int16  # as an engine's
+    routes = routes.masked_fill(~batch.mask[..., None, None], UNSET_EXPERT).to(td.device or "cpu", dtype)
     td.set(RECORDED, lazy_stack([RoutedExperts(full=row) for row in batch.split(routes)]))

@@ -28,6 +28,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_moe import _checks
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompts import (
+    GENERATES,
     Chat,
     PolicyWrapper,
     no_distribution,
@@ -293,6 +294,8 @@ class ScoringWrapper(PolicyWrapper):
             UnsupportedRouterError: the model returns no router logits.
             ValueError: a mask of another shape, or a batch that was sampled at another temperature, see
                 ``temperature``.
+            KeyError: there are no tokens to score.
+            NotImplementedError: the wrapper generates.
         """
         batch, width = self._batch(td), row_width(self.pad_model_input)
         if width is not None and len(batch.ids) > 1:
@@ -352,7 +355,7 @@ class ScoringWrapper(PolicyWrapper):
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
         """Return the tokens of ``td``; for chats and text, those already in it, otherwise those that they encode to."""
         if self.generate:
-            raise no_distribution("this wrapper generates: get_new_version(generate=False) is one that scores")
+            raise no_distribution(GENERATES)
         tokens = self.input_key
         if self.input_mode != "tokens":
             tokens = (self.tokens_key, "full")
@@ -459,7 +462,8 @@ class ScoringWrapper(PolicyWrapper):
         elif self.replay == "R2" and not torch.is_grad_enabled() and (self.rerecord or not has_recorded(td)):
             with self.router_replay.record() as recording:
                 yield
-            write_recorded(td, batch, layout.read(recording.routed_experts.flatten(0, 1)))
+            routes = layout.read(recording.routed_experts.flatten(0, 1))
+            write_recorded(td, batch, routes, self.router_replay.num_experts)
         else:
             # routes are laid out as the batch, and the model's input may be packed
             tail = (self.router_replay.num_layers, self.router_replay.top_k)
@@ -543,6 +547,7 @@ class ScoringWrapper(PolicyWrapper):
         Raises:
             KeyError: there is no mask at ``mask_key``.
             ValueError: another layout was requested.
+            NotImplementedError: the wrapper generates.
         """
         if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
             raise ValueError(

@@ -19,7 +19,7 @@ from torch import nn
 from torchrl_moe._compat_transformers import load_whole, one_shape_of_experts
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.policies.prompts import WrapperOptions
+from torchrl_moe.modules.policies.prompts import GENERATES, WrapperOptions, no_distribution
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     answer_tensordict,
@@ -150,21 +150,24 @@ class TransformersWrapper(ScoringWrapper):
             ``max_model_len`` of that number reads them: its log-probs are then equal bit by bit. From then on the model
             multiplies each token by its experts alone.
         inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
+            Several answers to a prompt can only come in a new one.
         device: the device of the model; a model that is loaded is moved there.
         layout: kept for TorchRL's transforms.
-        num_samples: answers per prompt; the output then has batch size ``[B, n]``.
+        num_samples: answers per prompt; the output then has batch size ``[B, n]``. Like ``generate_kwargs`` it is not
+            used with ``generate=False``.
         chat_template_name: one of TorchRL's templates. Without one the tokenizer's own comes first.
         chat_template: a template of your own. Without one, or a name, the tokenizer must have one.
         chat_template_kwargs: arguments of the template, such as ``{"enable_thinking": False}``.
         return_log_probs: whether answers have log-probs (default: True).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
-        batching, min_batch_size, max_batch_size, batching_timeout: TorchRL's; refused if set: pass one batch.
+        batching, min_batch_size, max_batch_size: TorchRL's; refused if set: pass one batch. batching_timeout has no
+            effect.
         prefer_tokens: as in :class:`vLLMWrapper`.
         replay: which experts to score with, see :mod:`~torchrl_moe.modules.policies.scoring_wrapper`: ``"R3"``,
             ``"R2"`` or ``"none"``. Default: R3 for tokens of a model with routers, else none.
         temperature: the sampling temperature for scores; the logits are divided by it, as the engine does for its
-            log-probs. Default: each sample's ``("sampling", "temperature")``, or 1 without that entry; if an engine's
-            answer lacks it, a warning is shown once.
+            log-probs. It is that of samples without ``("sampling", "temperature")`` (default: 1, with a warning, once,
+            for an engine's answer); a sample that names another is a ``ValueError``.
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
         on_bad_routes: what to do with a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
             and count its tokens in ``("routing", "fallback")``.
@@ -385,16 +388,19 @@ class TransformersWrapper(ScoringWrapper):
         Args:
             tensordict: of any batch size.
             tensordict_out: where to write; overrides ``inplace``.
-            logits_only: score, and write ``"logits"`` ``[B, T, V]`` instead, padded on the left: row t is the
-                distribution of token t, as in TorchRL.
+            logits_only: of a wrapper that scores: write ``"logits"`` ``[B, T, V]`` instead, padded on the left: row t
+                is the distribution of token t, as in TorchRL.
             **generate_kwargs: change the constructor's for this call.
 
         Raises:
             ValueError: there is nothing at ``input_key``, or it cannot be scored or continued.
             KeyError: there are no tokens to score.
             TypeError: the history is of another type, or the wrapper scores and got generation settings.
+            NotImplementedError: ``logits_only``, and the wrapper generates.
         """
         if self.generate:
+            if logits_only:
+                raise no_distribution(GENERATES)
             samples = flat_samples(tensordict)
             if not samples:
                 raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")

@@ -248,6 +248,7 @@ class vLLMWrapper(PolicyWrapper):
         pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
         pad_model_input: must be ``None``; vLLM takes no padding.
         inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
+            Several answers to a prompt can only come in a new one.
         device: where the output goes.
         layout: accepted for compatibility with TorchRL; only ``torch.strided`` is written.
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
@@ -257,8 +258,8 @@ class vLLMWrapper(PolicyWrapper):
         return_log_probs: whether to write log-probs; ``None`` means True.
         return_routed_experts: whether to write routes (default: if the engine captures them).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
-        batching, min_batch_size, max_batch_size, batching_timeout: TorchRL's; refused if set: the engine batches the
-            requests of all threads.
+        batching, min_batch_size, max_batch_size: TorchRL's; refused if set: the engine batches the requests of all
+            threads. batching_timeout has no effect.
         prefer_tokens: in history mode, use the ids in ``"tokens"`` instead of encoding again: the ids of an earlier
             turn for the part that they cover, else the caller's own ``("tokens", "prompt")`` or ``"full"``, unchanged.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
@@ -267,7 +268,8 @@ class vLLMWrapper(PolicyWrapper):
         use_tqdm: whether to show a progress bar.
         replay: with ``generate=False``: whether tokens follow recorded experts: ``"R3"`` or ``"none"``. Default:
             ``"R3"`` if the engine captures routes; text and chats never follow any.
-        temperature: with ``generate=False``: the temperature at which tokens are scored; default: each sample's own.
+        temperature: with ``generate=False``: of samples that do not name theirs (default: 1); one that names another is
+            a ``ValueError``.
 
     Every key of ``docs/loop.md`` is written in every input mode; sequences of unequal length are a lazy stack.
     ``out_keys`` are TorchRL's keys, in its order; ``extra_keys`` are ours. Code that copies only ``out_keys``, such as
@@ -420,8 +422,9 @@ class vLLMWrapper(PolicyWrapper):
         return self._pad
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Use another tokenizer from now on."""
+        """Use another tokenizer from now on, in new versions too."""
         self.tokenizer = tokenizer
+        self._options = replace(self._options, tokenizer=tokenizer)
 
     def get_new_version(self, **kwargs: object) -> vLLMWrapper:
         """Return a wrapper of the same engine with some arguments changed and all others kept.
@@ -459,6 +462,8 @@ class vLLMWrapper(PolicyWrapper):
                 prompt continues a turn of another temperature.
             TypeError: the history is not a ``History``, or an entry for requests is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never returned as a complete one.
+            RoutingError: with ``generate=False``, routes that ``replay`` needs are missing, or do not fit.
+            NotImplementedError: ``logits_only``.
         """
         if logits_only:  # as TorchRL's get_dist and its variants ask
             raise no_distribution(

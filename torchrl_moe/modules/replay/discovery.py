@@ -335,7 +335,7 @@ def freeze_routers(model: nn.Module) -> list[str]:
         model: a transformers MoE for causal language modelling, with a ``RouterReplay`` or without.
 
     Raises:
-        UnsupportedRouterError: no router was found.
+        UnsupportedRouterError: no router was found, or the family cannot be replayed.
 
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> freeze_routers(make_tiny_moe("mixtral", num_hidden_layers=2))

@@ -38,13 +38,13 @@ def _widened(value: object) -> object:
 
 
 def float32_routers(model: nn.Module) -> list[str]:
-    """Have every router of a model compute in float32, whatever autocast or the model's own dtype; return its weights.
+    """Have every router of a model compute in float32, whatever autocast or the model's own dtype; return names.
 
-    The weights become float32 where they are narrower: digits that were rounded away before do not come back. Call this
-    before the optimizer is made. FSDP2 rounds what it gathers in ``bfloat16``: shard with a policy that casts nothing,
-    and use autocast, or give each router a unit of its own, ``MixedPrecisionPolicy(param_dtype=torch.float32)``. It
-    runs a small forward pass to find the routers. A second call changes nothing. An engine has the same with
-    ``router_dtype="float32"``.
+    The names are those of the routers' weights, which become float32 where they are narrower: digits that were rounded
+    away before do not come back. Call this before the optimizer is made. FSDP2 rounds what it gathers in ``bfloat16``:
+    shard with a policy that casts nothing, and use autocast, or give each router a unit of its own,
+    ``MixedPrecisionPolicy(param_dtype=torch.float32)``. It runs a small forward pass to find the routers. A second call
+    changes nothing. An engine has the same with ``router_dtype="float32"``.
 
     Args:
         model: a transformers MoE for causal language modelling, with a ``RouterReplay`` or without.

@@ -422,7 +422,7 @@ class RouterReplay:
     Raises:
         ReplayError: the model has a RouterReplay already.
         UnsupportedRouterError: no router was found, one cannot be replayed exactly, or ranks share the model by
-            context, pipeline or expert-tensor parallelism.
+            context, pipeline, sequence or expert-tensor parallelism.
 
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> model = make_tiny_moe("qwen3_moe")

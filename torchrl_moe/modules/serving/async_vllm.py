@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from tqdm.auto import tqdm
 
-from torchrl_moe._checks import check_bool, shown
+from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
@@ -36,7 +36,7 @@ from torchrl_moe.modules.serving.launch import (
     ray_service,
 )
 from torchrl_moe.modules.serving.replica_table import FaultPolicy, ReplicaState, TableEntry
-from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
+from torchrl_moe.modules.serving.requests import SamplingParams, check_service
 from torchrl_moe.modules.serving.service import GenerationService
 
 if TYPE_CHECKING:
@@ -228,7 +228,8 @@ class AsyncVLLM(GenerationService):
         """Start all replicas and wait until they serve. A failure, or Ctrl-C, leaves no process behind.
 
         Args:
-            timeout_seconds: for all of them; default: the environment's ``TORCHRL_VLLM_TIMEOUT_SECONDS``, or 600.
+            timeout_seconds: for all of them, finite; default: the environment's ``TORCHRL_VLLM_TIMEOUT_SECONDS``, or
+                600.
 
         Raises:
             ReplicaDiedError: an engine did not start; the message ends with the end of its log.
@@ -239,7 +240,8 @@ class AsyncVLLM(GenerationService):
             return self
         if any(entry.state is not ReplicaState.STARTING for entry in self.replica_table):
             raise RuntimeError("start: the service was shut down. Make a new one.")
-        seconds = check_timeout(timeout_seconds) or default_timeout()
+        check_number("timeout_seconds", timeout_seconds, above=0, none=True)
+        seconds = default_timeout() if timeout_seconds is None else timeout_seconds
         if self.name is not None:
             from torchrl_moe.modules.backends.ray.cluster import check_free
 
@@ -345,7 +347,9 @@ class AsyncVLLM(GenerationService):
             raise
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas; see :meth:`GenerationService.add_replicas`. ``ValueError`` if the service has a name."""
+        """Start more replicas; see :meth:`GenerationService.add_replicas`; the default deadline is that of
+        :meth:`start`. ``ValueError`` if the service has a name.
+        """
         if self.name is not None or self._is_guest:
             raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
         return super().add_replicas(

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 class Lease:
     """One request's claim on a replica. Release it when the request is over; a second release has no effect.
 
+    A ``with`` block releases it; an error in the block is no success for a replica that was on trial.
+
     Attributes:
         index: the replica.
         version: the weight version that it held when the lease was granted.
@@ -77,8 +79,8 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.release(True if kind is None else None)  # whose error it was is not known
 
     def __repr__(self) -> str:
         return f"Lease(replica={self.index}, version={self.version}, {'held' if self._table else 'released'})"
@@ -168,7 +170,8 @@ class LoadBalancer:
             ``requests``. Names: ``prefix-aware``, ``session``, ``requests`` (``least-loaded``), ``kv-cache``,
             ``power-of-two``, ``round-robin``, with hyphens or underscores.
         prefix_length: leading tokens that ``prefix-aware`` looks at; ``None`` for all.
-        overload_threshold: prefix and session affinity end at this multiple of the mean load.
+        overload_threshold: prefix and session affinity end at this multiple of the mean load, but not below one request
+            above the mean (two for sessions).
         clock: returns seconds; for whatever ages.
         rng: source of random draws.
 
@@ -177,6 +180,7 @@ class LoadBalancer:
 
     Raises:
         ValueError: an unknown name, an empty list, or a number out of range.
+        TypeError: a strategy that is no name and no ``Strategy``.
 
     >>> lb = LoadBalancer(["a", "b"], "requests")
     >>> with lb.acquire() as first, lb.acquire() as second:
@@ -396,12 +400,13 @@ class LoadBalancer:
     # -- stats ----------------------------------------------------------------------------------------------------
 
     def observe(self, index: int, pending_requests: int | None = None, cache_usage: float | None = None) -> None:
-        """Report a replica's load from elsewhere; it is used for five seconds, or until the replica's own next report.
+        """Report a replica's load from elsewhere; it is used for five seconds.
 
         Args:
             index: the replica; ``IndexError`` if there is none.
             pending_requests: its requests, counted if more than are counted here: other callers may share the replica.
-            cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``.
+            cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``; until the replica's own next report,
+                if that is earlier.
 
         Raises:
             ValueError: a number out of range.

@@ -47,9 +47,10 @@ class FaultPolicy:
         restart_window: see ``max_restarts``.
         first_delay: before the first restart; it doubles with each restart in the window.
         longest_delay: upper bound of the delay.
-        start: time that an engine gets to start.
-        attempts: how many replicas may die under one request before the request fails. Those that may have killed a
-            replica are tried again alone, on a replica that runs nothing else meanwhile; 1: nothing is tried again.
+        start: time that a restarted engine gets to start.
+        attempts: deaths of replicas after which a request fails, if it was alone at the last one. Those that may have
+            killed a replica are tried again alone, on a replica that runs nothing else meanwhile; 1: nothing is tried
+            again.
         probe: time between health probes, and the time to answer one; ``inf`` for no probes.
         patience: time without an answer after which a replica counts as stalled and is ended.
         slow_patience: the same while the engine's processes compute, since a long step blocks the answers.

@@ -309,6 +309,7 @@ class GenerationService:
             RuntimeError: the service is not running.
             ValueError: bad prompts, a list with another number of entries, or request ids that are in flight.
             TypeError: a prompt, or an entry of a list, of a wrong type.
+            IndexError: there is no replica ``actor_index``.
             RequestRefusedError: the engine refused a request; raised once the others have finished.
             GenerationTimeout: some requests did not finish in time and were aborted. Here, in the errors below and in a
                 Ctrl-C's ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order: complete
@@ -520,6 +521,7 @@ class GenerationService:
 
         Raises:
             EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all resume.
+            RuntimeError: the engines sleep.
         """
         self._check_running("pause")
         check_bool("clear_cache", clear_cache)
@@ -528,7 +530,7 @@ class GenerationService:
         self._fleet.pause(mode, clear_cache, timeout_seconds)
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Resume scheduling on all replicas."""
+        """Resume scheduling on all replicas. ``RuntimeError`` while they sleep: :meth:`wake_up` resumes, too."""
         self._check_running("resume")
         _check_seconds(timeout_seconds)
         self._fleet.resume(timeout_seconds)
@@ -537,7 +539,8 @@ class GenerationService:
         """Release the GPU memory of all replicas, for example for the trainer on the same GPU.
 
         New requests wait for :meth:`wake_up`. A weight update wakes only the weights. The engines need
-        ``enable_sleep_mode=True`` and GPUs. No effect if they already sleep.
+        ``enable_sleep_mode=True`` and GPUs. No effect if they already sleep at this level; another level needs
+        :meth:`wake_up` first.
 
         Args:
             level: 1 drops the KV cache and keeps the weights in host memory, 2 drops both: then the weights must be
@@ -584,9 +587,10 @@ class GenerationService:
         replica has its initial seed.
         """
         self._check_running("set_seed")
-        check_number("seed", seed, 0, 2**32 - 1 - self.num_replicas, whole=True)  # NumPy has no larger ones
+        seeds = 1 + max(entry.index for entry in self.replica_table)  # of removed replicas, too
+        check_number("seed", seed, 0, 2**32 - 1 - seeds, whole=True)  # NumPy has no larger ones
         self._fleet.on_all(lambda replica: replica.call(Engine.set_seed, CALL_SECONDS, seed + replica.index))
-        return seed + self.num_replicas
+        return seed + seeds
 
     def collective_rpc(
         self,
@@ -673,6 +677,7 @@ class GenerationService:
 
         Raises:
             RuntimeError: the service is not running, or no sender has it.
+            TypeError: ``weights`` is none of these.
             WeightSyncError: see the sender's ``update_weights``.
         """
         self._check_running("update_weights")

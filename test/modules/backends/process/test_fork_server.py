@@ -493,4 +493,4 @@ def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: P
     with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
         Child(0, toy_kind, {"A": 1})  # type: ignore[dict-item]
     assert list(temporary.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)  # a thread may end meanwhile
