@@ -16,7 +16,7 @@
     │   └── StaleReplicaError        no replica holds the version asked for
     ├── CollectionError              a collector cannot continue
     │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
-    ├── MissingEntryError            (KeyError, ValueError) a tensordict lacks a required entry
+    ├── MissingEntryError            (KeyError, ValueError) a batch of a loss or trainer lacks an entry
     ├── DivergedError                a run's gradients or weights are no longer finite
     ├── RankError                    another rank of a run failed, or did not come in time
     ├── SessionError                 a session of the HTTP server cannot do what was asked
@@ -138,7 +138,9 @@ class CollectionStalledError(CollectionError, TimeoutError):
 
 
 class MissingEntryError(TorchRLMoEError, KeyError, ValueError):
-    """A tensordict lacks a required entry. TorchRL raises ``KeyError`` for some, ``ValueError`` for others."""
+    """A batch lacks an entry that a loss or trainer needs. TorchRL's losses raise ``KeyError`` for some, ``ValueError``
+    for others.
+    """
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # a KeyError prints its message in quotes

@@ -72,6 +72,7 @@ def test_the_table_and_the_json() -> None:
     [
         ({"tolerance": 0.0}, "tolerance must be positive, got 0"),
         ({"tie": -1.0}, "tie must not be negative, got -1"),
+        ({"patience": 0.0}, "patience must be positive, got 0"),
         ({"prompts": ()}, r"prompts must be lengths of at least 1, got \(\)"),
         ({"prompts": (3, 0)}, r"prompts must be lengths of at least 1, got \(3, 0\)"),
         ({"answer": 1}, "answer must be at least 2, got 1"),

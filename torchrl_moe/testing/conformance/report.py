@@ -55,6 +55,8 @@ class Settings:
             raise ValueError(f"tolerance must be positive, got {self.tolerance:g}")
         if not self.tie >= 0:
             raise ValueError(f"tie must not be negative, got {self.tie:g}")
+        if not self.patience > 0:
+            raise ValueError(f"patience must be positive, got {self.patience:g}")
         if not self.prompts or min(self.prompts) < 1:
             raise ValueError(f"prompts must be lengths of at least 1, got {self.prompts}")
         for name, least in LEAST.items():
