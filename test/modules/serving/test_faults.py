@@ -165,6 +165,8 @@ def test_each_process_of_a_replica_may_be_killed_under_answers_that_continue_too
     expected = flood(engine)
     under_fire(engine, expected, (0, "worker", signal.SIGKILL), (1, "owner", signal.SIGKILL))
     until_serving(engine, 1)
+    under_fire(engine, expected, (0, "core", signal.SIGTERM))
+    until_serving(engine, 1)
     check(engine, flood(engine), expected)
     resume_under_fire(engine, expected, Reference(no_engine.folder("qwen3_moe")))
 

@@ -214,6 +214,8 @@ class HandEngine:
         self.refused = 0
         self.room = 99  # how many answers run at a time
         self.canary: Exception | None = None
+        self.errored = False
+        self.dead_error = EngineError("the core is dead")
         self.adapters: dict[str, Any] = {}
         self.priorities: dict[str, int] = {}
 
@@ -444,6 +446,22 @@ async def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut
     check(output, 0, 0, 1)
     assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 105])))
     assert len(bench.engine.asked) == 2
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@in_loop
+async def test_what_a_core_aborts_by_itself_fails_with_it(bench: Bench, dies: bool, monkeypatch: Any) -> None:
+    """It aborts all that it has when it is told to end, and is dead a moment later."""
+    monkeypatch.setattr(engine_requests, "ENDING_SECONDS", 0.05)
+    await bench.start()
+    await bench.engine.step(2)
+    await bench.engine.abort(["r"])
+    await asyncio.sleep(0.02)
+    assert (bench.done, bench.refused) == ({}, {})
+    bench.engine.errored = dies
+    await asyncio.sleep(0.06)
+    assert bench.refused == ({"r": bench.engine.dead_error} if dies else {})
+    assert [len(one.outputs[0].token_ids) for one in bench.done.values()] == ([] if dies else [2])
 
 
 @in_loop

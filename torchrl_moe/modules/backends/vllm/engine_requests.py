@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 
 ABORT_SECONDS = 0.01
+ENDING_SECONDS = 10.0  # until a core that was told to end is dead
 PART_SECONDS, SECONDS_PER_STREAM = 0.05, 0.004
 """Between two parts of a request: the first, or the second for each request that streams, if that is longer.
 
@@ -342,6 +343,8 @@ class EngineRequests:
                 outputs = nothing.outputs if answer is None else nothing.outputs[:1]
                 return replace(nothing, outputs=outputs), Part(request.request_id, len(outputs), answer=answer)
             if (good := await self.weights.deliver(completion)) is not None:
+                if any(output.finish_reason == "abort" and part.over(output) for output in good.outputs):
+                    await self._asked_for(running)
                 return self._noted(good, part, request), part
 
     def _noted(self, completion: Completion, part: Part, request: Request) -> Completion:
@@ -385,6 +388,17 @@ class EngineRequests:
             raise ValueError("vLLM ended an answer with an error; a grammar that no token fits does that")
         version = self.weights.version if part.version is None else part.version
         return completion_from_vllm(final, request, version), part
+
+    async def _asked_for(self, running: Running) -> None:
+        """Raise vLLM's error if nobody aborted a request: a core that is told to end, by SIGTERM, aborts all it has.
+
+        It is dead a moment later, and the service sends its requests elsewhere.
+        """
+        deadline = time.monotonic() + ENDING_SECONDS
+        while not running.stop.is_set() and time.monotonic() < deadline:
+            if self.engine.errored:
+                raise self.engine.dead_error
+            await asyncio.sleep(ABORT_SECONDS)
 
     async def _finish(
         self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: SamplingParams

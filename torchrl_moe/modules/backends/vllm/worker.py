@@ -232,7 +232,7 @@ _compat.zero_new_blocks()
 cpu_kernels.register()
 router_dtype.register()
 follow_in_workers()
-end_with_leader()  # the engine core, this process's parent, does not watch its own parent
+end_with_leader()  # the engine core, this process or its parent, does not watch its own parent
 
 
 class WorkerExtension:
