@@ -118,7 +118,8 @@ def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFa
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
-    if engine_args.distributed_executor_backend == "uni" and not bound:
+    is_alone = config.parallel_config.world_size_across_dp == 1
+    if engine_args.distributed_executor_backend == "uni" and is_alone and not bound:
         # vLLM's CPU platform has made it "mp", to bind threads in the worker's process; then the worker and the engine
         # core wait for each other in loops that do not sleep.
         config.parallel_config.distributed_executor_backend = "uni"

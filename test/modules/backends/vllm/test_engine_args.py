@@ -21,6 +21,7 @@ from transformers import AutoConfig
 import torchrl_moe
 from support.engines import EngineShelf, start_engine
 from torchrl_moe import _compat
+from torchrl_moe._compat import make_async_llm
 from torchrl_moe.cli.services import started
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError
@@ -203,6 +204,25 @@ def test_defaults_of_ours(moe: str) -> None:
     assert not build_engine_args({"model": moe, "logprobs_mode": "raw_logprobs"}).return_sampling_mask
     for given in ({"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}):
         assert build_engine_args({"model": moe, **given}).distributed_executor_backend == "mp"
+
+
+@pytest.mark.parametrize(
+    ("binding", "given", "expected"),
+    [
+        ("nobind", {}, "uni"),
+        ("auto", {}, "mp"),  # vLLM binds threads in a process of the worker's own
+        ("nobind", {"distributed_executor_backend": "mp"}, "mp"),
+        ("nobind", {"tensor_parallel_size": 2}, "mp"),
+        ("nobind", {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "mp"),  # one process is too few
+    ],
+)
+def test_one_worker_is_in_the_cores_process_where_threads_are_not_bound(
+    moe: str, binding: str, given: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config", lambda config, **_: config)
+    config, _ = make_async_llm(build_engine_args({"model": moe, **given}), [])
+    assert config.parallel_config.distributed_executor_backend == expected
 
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
