@@ -60,11 +60,6 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
 
 
-def pytest_sessionfinish() -> None:
-    """Nor is what tests have left read once more: pytest ends each of its processes with two full collections."""
-    gc.freeze()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hands out the tests as ``support.scheduling`` says, if files are asked for, as by ``make test``."""
