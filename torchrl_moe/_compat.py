@@ -81,7 +81,7 @@ BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 def import_engine() -> str:
     """Import what the processes of an engine import (0.32); return why they may not be forked after that, or ""."""
     import torch
-    import vllm.model_executor.layers.quantization.online.base  # what each engine asks whether it quantizes
+    import vllm.model_executor.layers.quantization.online.base  # which each start imports, to see whether it quantizes
     import vllm.v1.engine.async_llm
     from vllm.platforms import current_platform
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
@@ -120,8 +120,8 @@ def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFa
         resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
     is_alone = config.parallel_config.world_size_across_dp == 1
     if engine_args.distributed_executor_backend == "uni" and is_alone and not bound:
-        # vLLM's CPU platform has made it "mp", to bind threads in the worker's process; then the worker and the engine
-        # core wait for each other in loops that do not sleep.
+        # vLLM's CPU platform has made it "mp", to bind threads in a process of the worker's own; then the worker and
+        # the engine core wait for each other in loops that do not sleep. Of several ranks it must be "mp".
         config.parallel_config.distributed_executor_backend = "uni"
     # Our scheduler follows recorded experts; a scheduler of the user's own, and speculation, leave vLLM's in place.
     scheduling = config.scheduler_config

@@ -24,7 +24,14 @@ from torchrl_moe.cli.main import main
 def words(shelf: EngineShelf) -> list[str]:
     folder = shelf.folder("qwen3_moe")
     arguments = [f"--engine-arg={name}={json.dumps(value)}" for name, value in SMALL.items()]
-    return ["serve", str(folder), "--port=0", "--json", "--served-model-name", "tiny", "small", *arguments]
+    return [
+        "serve",
+        str(folder),
+        "--port=0",
+        "--json",
+        *(f"--served-model-name={name}" for name in ("tiny", "small")),
+        *arguments,
+    ]
 
 
 def ask(url: str) -> None:

@@ -21,7 +21,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free (default: 8000)")
     parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send (default: ${KEY_VARIABLE})")
     parser.add_argument("--num-replicas", type=int, default=1, metavar="N", help="how many engines (default: 1)")
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model")
+    parser.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="what clients call the model; may be given again"
+    )
     parser.add_argument("--tool-call-parser", metavar="NAME", help="vLLM's parser of tool calls, such as hermes")
     parser.add_argument("--reasoning-parser", metavar="NAME", help="vLLM's parser of reasoning, such as qwen3")
     parser.add_argument("--chat-template", metavar="FILE", help="a template other than the tokenizer's own")

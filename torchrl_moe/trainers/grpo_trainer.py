@@ -684,7 +684,7 @@ def _read(given: object) -> GRPOConfig:
             "torchrl_moe.trainers.compose.load_config"
         )
     if config.plan:
-        raise ConfigError("plan=true is for the command: RunPlan.of(config) is the plan, and a trainer starts the run")
+        raise ConfigError("plan=True: a trainer starts a run. For the plan, call RunPlan.of(config)")
     config = copy.deepcopy(config)  # the user's own may change while the run goes on
     config.check()
     return config

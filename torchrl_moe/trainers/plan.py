@@ -281,7 +281,7 @@ ANSWERS_AT_A_TIME = 128
 TOKEN_BYTES = 8 + 4 + 4 + 2
 """Bytes of a token in a batch, besides its experts: id, log-prob, version, two masks."""
 REPLICA_BYTES = int(1.9e9)
-"""Resident memory of the three processes of a replica, besides its model (measured with vLLM 0.30 on a CPU)."""
+"""Resident memory of three processes of a replica, as on a GPU, besides its model (vLLM 0.30, on a CPU)."""
 TOKEN_ID_BYTES = 4
 
 

@@ -227,7 +227,7 @@ def default_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}")
     return seconds
 

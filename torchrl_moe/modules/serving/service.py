@@ -587,7 +587,7 @@ class GenerationService:
         replica has its initial seed.
         """
         self._check_running("set_seed")
-        seeds = 1 + max(entry.index for entry in self.replica_table)  # of removed replicas, too
+        seeds = 1 + max(entry.index for entry in self.replica_table)  # indices have gaps where replicas were removed
         check_number("seed", seed, 0, 2**32 - 1 - seeds, whole=True)  # NumPy has no larger ones
         self._fleet.on_all(lambda replica: replica.call(Engine.set_seed, CALL_SECONDS, seed + replica.index))
         return seed + seeds

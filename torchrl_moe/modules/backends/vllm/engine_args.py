@@ -45,7 +45,8 @@ DEFAULTS: Mapping[str, object] = {
     "use_tqdm_on_load": False,  # no bars in a log
     "disable_log_stats": True,  # vLLM's own log lines; our stats come through a logger of ours all the same
 }
-ON_CPU: Mapping[str, object] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
+# There are no CUDA graphs, and compiling takes a minute; the one worker is in the engine core's process.
+ON_CPU: Mapping[str, object] = {"enforce_eager": True, "distributed_executor_backend": "uni"}
 CPU_CACHE_BYTES = 1 << 29
 ROUTER_DTYPE = "torchrl_moe_router_dtype"  # in vLLM's additional_config, which its workers read
 ROUTER_DTYPES = ("auto", "float32")
@@ -215,9 +216,6 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     router_dtype = given.pop("router_dtype", "auto")
     _check_router_dtype(router_dtype)
     engine_args = AsyncEngineArgs(**given)
-    ranks = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size * engine_args.data_parallel_size
-    if on_cpu and ranks == 1 and "distributed_executor_backend" not in arguments:
-        engine_args.distributed_executor_backend = "uni"  # the worker in the engine core's process, as by vLLM on a GPU
     if router_dtype != "auto":
         engine_args.additional_config = {**(engine_args.additional_config or {}), ROUTER_DTYPE: router_dtype}
     try:

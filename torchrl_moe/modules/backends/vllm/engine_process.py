@@ -91,23 +91,27 @@ class EngineProcess(EngineProgram):
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         before = self.requests.in_flight()
+        self.requests.cuts_all = mode == "abort"
         await self.weights.pause(mode, clear_cache)
         if mode == "abort":  # vLLM holds what it had not yet taken in
             self.requests.cut(before)
 
     async def resume(self) -> None:
         await self.weights.resume()
+        self.requests.cuts_all = False
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         if self.sync.sends_adapters:
             raise ValueError("sleep: lora='adapter' loads into memory that would be gone: use lora='merged'")
         before = self.requests.in_flight()
+        self.requests.cuts_all = mode == "abort"
         await self.weights.sleep(level, mode)
         if mode == "abort":
             self.requests.cut(before)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         await self.weights.wake_up(tags)
+        self.requests.cuts_all = False
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe import _compat
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.replica import (
     Completion,
@@ -238,6 +239,7 @@ class EngineRequests:
         self.engine = engine
         self.weights = weights
         self.adapter: LoRARequest | None = None
+        self.cuts_all = False  # since a user's pause or sleep in mode "abort"
         self.load = load or Load()
         self._send = send
         self._refuse = refuse
@@ -344,7 +346,7 @@ class EngineRequests:
                 return replace(nothing, outputs=outputs), Part(request.request_id, len(outputs), answer=answer)
             if (good := await self.weights.deliver(completion)) is not None:
                 if any(output.finish_reason == "abort" and part.over(output) for output in good.outputs):
-                    await self._asked_for(running)
+                    await self._refuse_unasked(running)
                 return self._noted(good, part, request), part
 
     def _noted(self, completion: Completion, part: Part, request: Request) -> Completion:
@@ -389,15 +391,17 @@ class EngineRequests:
         version = self.weights.version if part.version is None else part.version
         return completion_from_vllm(final, request, version), part
 
-    async def _asked_for(self, running: Running) -> None:
-        """Raise vLLM's error if nobody aborted a request: a core that is told to end, by SIGTERM, aborts all it has.
+    async def _refuse_unasked(self, running: Running) -> None:
+        """Raise an error if nobody aborted a request: a core that is told to end, by SIGTERM, aborts all that it has.
 
         It is dead a moment later, and the service sends its requests elsewhere.
         """
         deadline = time.monotonic() + ENDING_SECONDS
-        while not running.stop.is_set() and time.monotonic() < deadline:
+        while not (running.stop.is_set() or self.cuts_all):
             if self.engine.errored:
                 raise self.engine.dead_error
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM aborted request {running.request.request_id!r}, which nobody had asked for")
             await asyncio.sleep(ABORT_SECONDS)
 
     async def _finish(
