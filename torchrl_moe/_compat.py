@@ -109,17 +109,17 @@ def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFa
 
     # Whether processes may be forked, and what forbids it if not.
     reason = ""
-    bound = current_platform.is_cpu() and os.environ.get(BIND_VARIABLE) != "nobind"
+    binds = current_platform.is_cpu() and os.environ.get(BIND_VARIABLE) != "nobind"
     if os.environ.get(METHOD_VARIABLE) == "spawn":
         reason = f"{METHOD_VARIABLE}=spawn is set"
-    elif bound:
+    elif binds:
         reason = f"{BIND_VARIABLE} is not 'nobind', and vLLM binds threads in processes that it starts"
     config = engine_args.create_engine_config()  # on a CPU this sets "spawn", which is undone here
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
-    is_alone = config.parallel_config.world_size_across_dp == 1
-    if engine_args.distributed_executor_backend == "uni" and is_alone and not bound:
+    has_one_rank = config.parallel_config.world_size_across_dp == 1
+    if engine_args.distributed_executor_backend == "uni" and has_one_rank and not binds:
         # vLLM's CPU platform has made it "mp", to bind threads in a process of the worker's own; then the worker and
         # the engine core wait for each other in loops that do not sleep. Of several ranks it must be "mp".
         config.parallel_config.distributed_executor_backend = "uni"

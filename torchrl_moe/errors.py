@@ -1,4 +1,4 @@
-"""The errors of what runs. Wrong arguments are a ``ValueError`` or ``TypeError``, those of a run a ``ConfigError``.
+"""The error tree. A wrong argument is a plain ``ValueError`` or ``TypeError``, a wrong setting a ``ConfigError``.
 
 .. code-block:: text
 

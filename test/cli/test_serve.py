@@ -26,10 +26,10 @@ def words(shelf: EngineShelf) -> list[str]:
     arguments = [f"--engine-arg={name}={json.dumps(value)}" for name, value in SMALL.items()]
     return [
         "serve",
-        str(folder),
         "--port=0",
         "--json",
-        *(f"--served-model-name={name}" for name in ("tiny", "small")),
+        *("--served-model-name", "tiny", "--served-model-name", "small"),
+        str(folder),
         *arguments,
     ]
 

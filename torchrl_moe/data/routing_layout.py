@@ -77,15 +77,20 @@ class RoutingLayout:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of routes: int8 up to 128 experts (ids 0..127), else int16."""
-        # Not at the top: processes that only pass a layout on do not import torch.
-        import torch
-
-        return torch.int8 if self.num_experts <= 128 else torch.int16
+        return routes_dtype(self.num_experts)
 
     @property
     def numpy_dtype(self) -> np.dtype[np.integer]:
         """:attr:`dtype` for numpy."""
         return np.dtype(np.int8) if self.num_experts <= 128 else np.dtype(np.int16)
+
+
+def routes_dtype(num_experts: int) -> torch.dtype:
+    """Return the dtype of routes over so many experts."""
+    # Not at the top: processes that only pass a layout on do not import torch.
+    import torch
+
+    return torch.int8 if num_experts <= 128 else torch.int16
 
 
 def _index(name: str, value: SupportsIndex) -> int:

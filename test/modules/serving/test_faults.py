@@ -150,10 +150,13 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
     assert len(leaders) == 4  # Ctrl-C is the driver's
     expected = flood(engine)
     # nobody serves until they are back
-    under_fire(engine, expected, (0, "core", signal.SIGTERM), (1, "core", signal.SIGSTOP))
+    under_fire(engine, expected, (0, "core", signal.SIGKILL), (1, "core", signal.SIGSTOP))
     until_serving(engine, 1)
     assert "gave no sign of life in 8 s and was ended" in str(engine.replica_table[1].last_error)
     check(engine, flood(engine, 10), expected[:10])
+    # told to end, a core aborts what it has
+    under_fire(engine, expected, (0, "core", signal.SIGTERM))
+    until(lambda: engine.replica_table[0].restarts >= 2)
 
 
 @pytest.mark.soak

@@ -20,6 +20,7 @@ from torch.nn.functional import log_softmax
 
 from torchrl_moe import _checks
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
+from torchrl_moe.data.routing_layout import routes_dtype
 from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules.replay.router_replay import OnBadRoutes
 
@@ -329,6 +330,6 @@ def has_recorded(td: TensorDictBase) -> bool:
 
 def write_recorded(td: TensorDictBase, batch: ScoringBatch, routes: Tensor, num_experts: int) -> None:
     """Write recorded routes ``[B, T, L, K]``, row by row as long as each sample's own tokens; -1 on its pads."""
-    dtype = torch.int8 if num_experts <= 128 else torch.int16  # as an engine's
-    routes = routes.masked_fill(~batch.mask[..., None, None], UNSET_EXPERT).to(td.device or "cpu", dtype)
+    routes = routes.masked_fill(~batch.mask[..., None, None], UNSET_EXPERT)
+    routes = routes.to(td.device or "cpu", routes_dtype(num_experts))  # as an engine's
     td.set(RECORDED, lazy_stack([RoutedExperts(full=row) for row in batch.split(routes)]))

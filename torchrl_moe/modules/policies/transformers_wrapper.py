@@ -18,6 +18,7 @@ from torch import nn
 
 from torchrl_moe._compat_transformers import load_whole, one_shape_of_experts
 from torchrl_moe.data import UNSET_EXPERT
+from torchrl_moe.data.routing_layout import routes_dtype
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompts import GENERATES, WrapperOptions, no_distribution
 from torchrl_moe.modules.policies.rollout import (
@@ -465,7 +466,7 @@ class TransformersWrapper(ScoringWrapper):
                     assert output.routed_experts is not None  # a recorder was passed
                     fed = torch.from_numpy(output.routed_experts)
                     routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
-                    routes = routes.to(torch.int8 if recorder.num_experts <= 128 else torch.int16)
+                    routes = routes.to(routes_dtype(recorder.num_experts))
                 answer = answer_tensordict(completion, output, None, self.keys, params, samples[i], routes)
                 found.append(answer.exclude(*OF_ENGINES))
                 self._add_text(found[-1], prompts, i, settings.skip_special_tokens)
