@@ -230,7 +230,7 @@ def test_samples_wait_for_their_tools_side_by_side(collect: Collect) -> None:
         ),
         *(
             (value, ValueError, "a reward must be finite")
-            for value in (float("nan"), [float("inf")], np.float32("nan"), 10**400, torch.tensor([torch.nan]))
+            for value in (float("nan"), [float("inf")], np.float32("nan"), 1e39, 10**400, torch.tensor([torch.nan]))
         ),
         ([1.0, 2.0], ValueError, "returned 2 rewards for 1 turns"),
         ([], ValueError, "returned 0 rewards for 1 turns"),

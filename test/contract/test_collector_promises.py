@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
 from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import Any
@@ -87,28 +85,6 @@ def buffer() -> ReplayBuffer:
 
 def no_reward(query: str) -> float:
     raise ZeroDivisionError(f"no reward for {query}")
-
-
-def test_batches_are_whole_groups_in_the_order_of_the_data(collect: Any) -> None:
-    for number, batch in enumerate(islice(collect(), 3)):
-        first = GROUPS * number
-        assert asked(batch) == [f"q{first}"] * 2 + [f"q{first + 1}"] * 2
-        for row in rows_of(batch):
-            length = len(row["tokens", "full"])
-            assert len(row["routed_experts", "full"]) == len(row["log_probs", "full"]) == length
-
-
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_restored_one_uses_each_prompt_once(collect: Any, stop: int) -> None:
-    first = collect()
-    seen = [query for batch in islice(first, stop) for query in asked(batch)]
-    state = pickle.loads(pickle.dumps(first.state_dict()))
-    next(iter(first))  # lost by the crash
-    first.shutdown()
-    again = collect()
-    again.load_state_dict(state)
-    seen += [query for batch in islice(again, 2) for query in asked(batch)]
-    assert Counter(seen) == Counter({f"q{i}": 2 for i in range(GROUPS * (stop + 2))})
 
 
 def test_turns_follow_one_another_and_keep_what_is_known_of_the_earlier(collect: Any, engine: Any) -> None:

@@ -168,12 +168,6 @@ def test_compiled_layers_may_be_checkpointed() -> None:
     assert_near(grads, wanted_grads)
 
 
-def train_sharded() -> None:
-    """Whether the replay was there before the model was sharded, or comes after."""
-    for replay_first in (True, False):
-        train_one_sharded(replay_first)
-
-
 def backward_on_own_routes(*pairs: tuple[nn.Module, RouterReplay]) -> None:
     """The logits are the same."""
     rank, results = dist.get_rank(), []
@@ -184,18 +178,17 @@ def backward_on_own_routes(*pairs: tuple[nn.Module, RouterReplay]) -> None:
     assert torch.equal(*results)
 
 
-def train_one_sharded(replay_first: bool) -> None:
+def train_sharded() -> None:
     """Each rank has a batch and routes of its own; gradients are those of the two losses' mean."""
     from torch.distributed.fsdp import fully_shard
 
     world = dist.get_world_size()
     reference, reference_replay = pair()
     model = make_tiny_moe().train()
-    replay = RouterReplay(model) if replay_first else None
+    replay = RouterReplay(model)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    replay = replay or RouterReplay(model)
     checkpoint_activations(model)
     backward_on_own_routes((model, replay), (reference.train(), reference_replay))
     for (name, sharded), whole in zip(model.named_parameters(), reference.parameters(), strict=True):

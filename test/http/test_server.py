@@ -188,6 +188,22 @@ def post(door: Served, path: str, body: bytes | str) -> httpx.Response:
     return door[2].post(path, content=body, headers={"content-type": "application/json"})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": [5, 99999999]},
+        {"prompt": [-1, 5]},
+        {"stop_token_ids": [99999999]},
+        {"allowed_token_ids": [99999999]},
+        {"routed_experts_prompt_start": 3},
+    ],
+)
+def test_ids_that_the_model_has_not(door: Served, changes: dict[str, Any], stream: bool) -> None:
+    asked = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "stream": stream, **changes}
+    error_of(post(door, "/v1/completions", json.dumps(asked)), 400)
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"[1]", b'"text"'])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/inference/v1/generate"])
 def test_a_body_that_is_no_request(door: Served, path: str, body: bytes) -> None:

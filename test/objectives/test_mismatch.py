@@ -270,6 +270,22 @@ def test_what_does_not_fit_is_refused() -> None:
         metrics.update(td, log_probs)
 
 
+def test_what_is_refused_leaves_nothing() -> None:
+    td, log_probs = by_hand()
+    for one in td:
+        one[VERSIONS] = torch.full((len(one["tokens", "full"]),), 7, dtype=torch.int32)
+    metrics = MismatchMetrics()
+    metrics.update(td, log_probs, version=8)
+    before = metrics.compute()
+    flat = torch.ones(2, dtype=torch.bool)
+    for more in ({"kept": flat}, {"version": 6}, {"version": 8, "kept": flat}):
+        with pytest.raises(ValueError, match=r"version=6|kept and "):
+            metrics.update(td, log_probs, **more)
+    with pytest.raises(ValueError, match="from 0 to the sample's tokens"):
+        metrics.update(routed(td.clone(), [NAN], [99, 0]), log_probs, version=8)
+    assert metrics.compute() == before
+
+
 def test_only_metrics_of_the_same_arguments_are_merged() -> None:
     for other in ({"tau": 3.0}, {"masking_strategy": "rlhf"}, {"max_age": 2}):
         with pytest.raises(ValueError, match=f"with the same arguments can be merged, got {next(iter(other))}="):

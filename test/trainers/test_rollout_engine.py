@@ -39,7 +39,7 @@ from torchrl_moe.trainers.config import (
     RolloutConfig,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, RolloutEngine, check_arguments, check_room, engine_arguments
-from torchrl_moe.trainers.samples import PromptEpisode, Rewards, RolloutSource
+from torchrl_moe.trainers.samples import Rewards, RolloutSource
 
 
 @pytest.fixture(scope="module")
@@ -349,22 +349,6 @@ def known(source: RolloutSource) -> float:
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("dataset", "rewards", "names"),
-    [
-        (ROWS, exact, ["exact"]),
-        (FakeDataset(ROWS), [exact, half], ["exact", "half"]),
-        (f"{__name__}:rows_of", f"{__name__}:exact", ["exact"]),
-    ],
-)
-def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any, names: list[str]) -> None:
-    arguments = {"count": 10} if isinstance(dataset, str) else {}
-    source = of(DataConfig(arguments=arguments), dataset=dataset, rewards=rewards)
-    assert prompts(source) == sorted(row["prompt"] for row in ROWS) and isinstance(source.env, PromptEpisode)
-    assert source.env.rewards.names == names
-    assert (source.held_out, source.held_out_env) == (0, None)
-
-
 def test_data_and_rewards_that_the_configuration_names(engine: FakeAsyncVLLM) -> None:
     data = DataConfig(
         source=f"{__name__}:rows_of", arguments={"count": 6}, held_out=2,
@@ -376,6 +360,8 @@ def test_data_and_rewards_that_the_configuration_names(engine: FakeAsyncVLLM) ->
     # what is given counts more
     data = DataConfig(source="no_such_module:rows", rewards=["no_such_module:reward"], arguments={"a": 1})
     assert len(prompts(of(data, dataset=ROWS, rewards=exact))) == 10
+    named = of(DataConfig(arguments={"count": 4}), dataset=f"{__name__}:rows_of", rewards=f"{__name__}:exact")
+    assert len(prompts(named)) == 4
 
 
 def test_rows_are_held_out_or_given(engine: FakeAsyncVLLM) -> None:

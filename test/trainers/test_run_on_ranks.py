@@ -325,18 +325,3 @@ def test_the_run_continues_when_ranks_and_a_replica_are_killed(tmp_path: Path, n
     reward = numbers(rows, "reward")
     print("reward:", " ".join(f"{value:.2f}" for value in reward))
     assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3
-
-
-@pytest.mark.engine
-@pytest.mark.soak
-def test_two_ranks_under_torchrun_learn(tmp_path: Path, no_engine: EngineShelf) -> None:
-    """20 steps with R3, from the command line."""
-    out = tmp_path / "run"
-    many = ("rollout.prompts_per_step=10", "eval.mismatch_every=5", "checkpoint.every=20", "optim.max_grad_norm=null")
-    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *EXACT, *many]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    reward = numbers(exact_rows(out), "reward")
-    assert len(reward) == 20
-    print("reward:", " ".join(f"{value:.2f}" for value in reward))
-    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
@@ -156,10 +157,16 @@ class MismatchMetrics:
             version: of the weights that ``log_probs`` were computed with; needed for the ages of tokens.
 
         Raises:
-            ValueError: an entry is missing or does not fit the tokens, or a token is newer than ``version``. Some sums
-                may then have the batch: call :meth:`reset`.
+            ValueError: an entry is missing or does not fit the tokens, or a token is newer than ``version``; nothing of
+                the micro-batch is then kept.
         """
         _checks.check_number("version", version, 0, whole=True, none=True)
+        batch = copy.copy(self)  # of its own sums: what is refused on the way leaves nothing in ours
+        batch.reset()
+        batch._add(tensordict, log_probs, kept, version)
+        self.merge(batch)
+
+    def _add(self, tensordict: TensorDictBase, log_probs: Tensor, kept: Tensor | None, version: int | None) -> None:
         keys = self.keys
         reader = TokenReader(tensordict, keys.tokens)
         sampled = reader.per_token(keys.sample_log_prob, "the log-probs of the engine that sampled the tokens")
