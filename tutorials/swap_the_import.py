@@ -138,7 +138,7 @@ class Questions:
 
 
 class LettersReward(Transform):
-    """Rewards the share of an answer's tokens that are ASCII letters."""
+    """Rewards the share of an answer's characters that are ASCII letters."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         answers = tensordict.get("text").response
@@ -216,8 +216,8 @@ class Learner:
     def step(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a step, and return what is shown of it."""
         loss = self.loss(batch)
-        value = loss.mean(reduce=True)
-        value.backward()
+        # loss.mean(reduce=True) would average these with the metrics, and ours has more of them
+        sum(term for name, term in loss.items() if name.startswith("loss_")).backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -240,17 +240,19 @@ def show(step: int, row: dict[str, float]) -> None:
 def train_sync(options: argparse.Namespace, policy: vLLMWrapper, buffer: Any, collector: Any) -> list[dict[str, float]]:
     """Collect, learn from all of it, bring the weights to the engine, and so on."""
     learner, rows = Learner(options, policy), []
-    learner.sender.register_collector(collector)
-    learner.sender.update_weights()
-    for _, data in zip(range(options.steps), collector, strict=False):
-        assert data is None  # it is in the buffer
-        for batch in buffer:
-            rows.append(learner.step(batch))
-            show(len(rows), rows[-1])
+    try:
+        learner.sender.register_collector(collector)
         learner.sender.update_weights()
-        buffer.empty(empty_write_count=False)
-    collector.shutdown()
-    learner.sender.shutdown()
+        for _, data in zip(range(options.steps), collector, strict=False):
+            assert data is None  # it is in the buffer
+            for batch in buffer:
+                rows.append(learner.step(batch))
+                show(len(rows), rows[-1])
+            learner.sender.update_weights()
+            buffer.empty(empty_write_count=False)
+    finally:
+        collector.shutdown()
+        learner.sender.shutdown()
     return rows
 
 
@@ -259,19 +261,22 @@ def train_async(
 ) -> list[dict[str, float]]:
     """Learn from the buffer while the collector fills it; bring the weights to the engine every second step."""
     learner, rows = Learner(options, policy), []
-    learner.sender.update_weights()
-    collector.start()
-    learner.sender.register_collector(collector)
-    while not buffer.write_count:
-        time.sleep(0.1)
-    for step in range(options.steps):
-        assert collector.is_running()
-        rows.append(learner.step(buffer.sample(options.prompts * options.repeats)))
-        show(len(rows), rows[-1])
-        if step % 2:
-            learner.sender.update_weights()
-    collector.shutdown()
-    learner.sender.shutdown()
+    try:
+        learner.sender.update_weights()
+        collector.start()
+        learner.sender.register_collector(collector)
+        while not buffer.write_count and collector.is_running():
+            time.sleep(0.1)
+        for step in range(options.steps):
+            if not collector.is_running():
+                raise RuntimeError("the collector has ended: its thread's error is above")
+            rows.append(learner.step(buffer.sample(options.prompts * options.repeats)))
+            show(len(rows), rows[-1])
+            if step % 2:
+                learner.sender.update_weights()
+    finally:
+        collector.shutdown()
+        learner.sender.shutdown()
     return rows
 
 

@@ -15,6 +15,7 @@ kept tokens. Its reward is that of its last trace. A broken episode fails with t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -51,9 +52,13 @@ class Verifiers:
             [python, __file__, json.dumps(settings)], stdout=subprocess.PIPE, env=own, text=True, start_new_session=True
         )
         assert self.process.stdout is not None
-        started = json.loads(self.process.stdout.readline() or '{"error": "it ended, what it wrote is above"}')
-        if "error" in started:
-            raise RuntimeError(f"verifiers environment {name!r} in {python}: {started['error']}")
+        try:
+            started = json.loads(self.process.stdout.readline() or '{"error": "it ended, what it wrote is above"}')
+            if "error" in started:
+                raise RuntimeError(f"verifiers environment {name!r} in {python}: {started['error']}")
+        except BaseException:  # a Ctrl-C does not reach its session
+            self.__exit__()
+            raise
         self.harnesses: dict[str, str] = started["harnesses"]  # role -> verifiers' name of what plays it
         self.name, self.url = name, f"http://127.0.0.1:{started['port']}/"
         self.rows: list[dict[str, Any]] = [
@@ -64,7 +69,7 @@ class Verifiers:
         """Play one task through a session's URL; return its reward."""
         import httpx
 
-        async with httpx.AsyncClient(timeout=None, verify=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=None, verify=False) as client:
             reply = await client.post(self.url, json={"base_url": base_url, "task": row["task"]})
         found = reply.json()
         if "error" in found:
@@ -75,7 +80,8 @@ class Verifiers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait()
 
 

@@ -13,20 +13,23 @@ from typing import Any
 from support.waiting import in_thread, until
 
 Interrupt = Callable[[Callable[[], Any]], None]
+DROPS = ("__del__", "gc_callback", "weakref.py", "_weakrefset.py")
+"""Functions, and files of functions, that Python calls by itself; ``gc_callback`` is hypothesis'."""
 
 
 @contextmanager
 def interrupts(heard: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
     """Raises a ``KeyboardInterrupt`` in this thread once a condition holds, also where a shell ignores Ctrl-C.
 
-    The signal is sent until it is heard: one that comes as a thread is about to wait for a lock may not wake it, and an
-    error in a ``__del__`` goes nowhere.
+    The signal is sent until it is heard: one that comes as a thread is about to wait for a lock may not wake it, and
+    Python drops what is raised in a ``__del__``, or in a callback of a weak reference or the garbage collector.
     """
     asked = threading.Event()
 
     def handle(_: int, frame: FrameType | None) -> None:
-        in_del = any(one.f_code.co_name == "__del__" for one, _ in traceback.walk_stack(frame))
-        if asked.is_set() and not in_del:
+        codes = [one.f_code for one, _ in traceback.walk_stack(frame)]
+        is_dropped = any(code.co_name in DROPS or code.co_filename.endswith(DROPS) for code in codes)
+        if asked.is_set() and not is_dropped:
             asked.clear()
             heard()
             raise KeyboardInterrupt

@@ -489,6 +489,15 @@ def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
     assert one.held_out == 0 and one.env.reset()["query"] == other.env.reset()["query"]  # of the same seed
 
 
+@pytest.mark.parametrize(("every", "lines"), [(10, 1), (0, 0)])
+def test_a_task_without_held_out_prompts_says_that_nothing_is_evaluated(
+    monkeypatch: MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int, lines: int
+) -> None:
+    monkeypatch.setattr("torchrl.envs.llm.GSM8KEnv", lambda **_: chat(3))
+    assert of(DataConfig(source="gsm8k"), EvalConfig(every=every)).held_out == 0
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["eval.every=10"] * lines
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("data", "given", "name"),

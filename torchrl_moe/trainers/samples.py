@@ -443,6 +443,13 @@ class RolloutSource:
         env: EnvBase = make(num_envs=config.rollout.group_size, **arguments)
         if held_out is None and name in DRAWN and config.eval.every:
             held_out = make(**{**arguments, "num_envs": 1, "seed": arguments["seed"] + 1})
+        elif held_out is None and config.eval.every:
+            LOG.warning(
+                "eval.every=%d: data.source=%s has no held-out prompts, and nothing is evaluated: give the trainer "
+                "held_out=..., an environment, or set eval.every=0",
+                config.eval.every,
+                name,
+            )
         self._use_env(env, held_out, tokenizer)
 
     def _use_env(self, env: EnvLike, held_out: object, tokenizer: Tokenizer) -> None:

@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if options.temperature <= 0:
-        parser.error(f"--temperature must be positive, got {options.temperature}: log-probs of greedy tokens are 0")
+        parser.error(f"--temperature must be positive, got {options.temperature}: greedy answers have no distribution")
     return options
 
 

