@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,17 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 # fmt: on
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_moe(tmp_path_factory.mktemp("saved") / "moe")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_one_sentence_that_says_what_to_do(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_one_sentence_that_says_what_to_do(
+    case: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    save_tiny_moe("moe")
+    shutil.copytree(saved, "moe")
     run, said = CASES[case]
     with pytest.raises((ValueError, TypeError, TorchRLMoEError), match=said) as caught:
         run()

@@ -5,7 +5,6 @@ Their signatures are in ``public_signatures.txt``. Run this file as a program to
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -48,19 +47,6 @@ def names(table: dict[str, str]) -> set[tuple[str, str]]:
     return {(room, name) for room, line in table.items() for name in line.split()}
 
 
-def in_order(exported: list[str]) -> list[str]:
-    """Constants, classes, the rest, each by the alphabet: ruff's order for ``__all__`` (RUF022)."""
-    return sorted(exported, key=lambda name: (0 if name.isupper() else 1 if name[:1].isupper() else 2, name))
-
-
-def literal_all(source: Source) -> list[str] | None:
-    """``__all__`` of a file that writes it as a list; ``None`` for a lazy room."""
-    for node in source.tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return None
-
-
 def seen_by_type_checkers(source: Source) -> set[str]:
     return {item.target.split(".")[-1] for item in imports(source) if item.scope == "typing"}
 
@@ -72,20 +58,6 @@ def lazy_rooms() -> list[Source]:
 def test_each_public_name_is_where_the_table_puts_it() -> None:
     missing = [(room, name) for room, name in names(PUBLIC) if name not in import_module(f"{PACKAGE}.{room}").__all__]
     assert missing == []
-
-
-def test_each_all_is_sorted() -> None:
-    for source in package_sources():
-        exported = literal_all(source)
-        if exported is None:
-            exported = getattr(import_module(source.name), "__all__", []) if source.path.stem == "__init__" else []
-        assert exported == in_order(exported), source.name
-
-
-def test_an_unsorted_all_is_found() -> None:
-    exported = literal_all(snippet("__all__ = ['f', 'Lease', 'UNSET']"))
-    assert exported == ["f", "Lease", "UNSET"]
-    assert in_order(exported) == ["UNSET", "Lease", "f"]
 
 
 def signature(function: object) -> str:

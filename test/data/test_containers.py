@@ -13,8 +13,21 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack, set_capture_non_tensor_stack, set_list_to_stack
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, ReplayBuffer
 
-from support.saved import SAVED
 from torchrl_moe.data import KeptTokens, RoutedExperts
+
+
+def through_memmap(data: Any, path: Path) -> Any:
+    data.memmap(path)
+    return type(data).load_memmap(path)
+
+
+SAVED: dict[str, Callable[[Any, Path], Any]] = {
+    "pickle": lambda data, path: pickle.loads(pickle.dumps(data)),
+    "clone": lambda data, path: data.clone(),
+    "to": lambda data, path: data.to("cpu"),
+    "memmap": through_memmap,
+}
+"""The ways in which data are copied, saved and sent, each as a function of the data and a folder."""
 
 
 def routes(num_tokens: int) -> RoutedExperts:
@@ -67,7 +80,7 @@ def assert_same(got: Any, wanted: Any) -> None:
         assert (found.dtype, found.tolist()) == (value.dtype, value.tolist())
 
 
-@pytest.mark.parametrize("save", SAVED, ids=["pickle", "clone", "to", "memmap"])
+@pytest.mark.parametrize("save", SAVED.values(), ids=SAVED)
 @pytest.mark.parametrize("form", ["single", "dense", "ragged"])
 @pytest.mark.usefixtures("stack_settings")
 def test_what_was_saved_comes_back(

@@ -9,6 +9,7 @@ import argparse
 import ast
 import builtins
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -213,14 +214,6 @@ def test_every_quoted_message_is_in_the_source() -> None:
     assert not any("left us" in text for text in texts)
 
 
-def test_the_glossary_has_each_term_once() -> None:
-    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
-    body = re.search(r"```\{glossary\}\n(.*?)```", text, re.DOTALL)
-    assert body is not None
-    terms = [line for line in body[1].splitlines() if line and not line.startswith((" ", ":"))]
-    assert terms == sorted({*terms}, key=str.lower)
-
-
 @pytest.mark.parametrize("diagram", DIAGRAMS, ids=lambda diagram: diagram.stem)
 def test_a_diagram_scales_and_loads_nothing(diagram: Path) -> None:
     text = diagram.read_text(encoding="utf-8")
@@ -284,11 +277,14 @@ def kinds() -> dict[str, list[type]]:
     return {**objects, "collector": [AsyncLLMCollector, LLMCollector]}
 
 
+source_of = functools.cache(inspect.getsource)
+
+
 def has(kind: type, name: str) -> bool:
     """Whether objects of a class of ours have an attribute."""
     ours = [one for one in kind.__mro__ if one.__module__.startswith("torchrl_moe")]
     own = re.compile(rf"\bself\.{name}\b|^    {name}: ", re.MULTILINE)
-    return hasattr(kind, name) or any(own.search(inspect.getsource(one)) for one in ours)
+    return hasattr(kind, name) or any(own.search(source_of(one)) for one in ours)
 
 
 def test_attributes_that_prose_names_exist() -> None:

@@ -50,52 +50,59 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "expected"),
-    [
-        (sequence_sum, (VALUE, MASK), [4, 4, 4, 5, 5, 5, 0, 0, 0]),
-        (sequence_mean, (VALUE, MASK), [2, 2, 2, 5, 5, 5, 0, 0, 0]),
-        (F.entropy_bonus, (row(2, 0), 0.5), [-1, 0]),  # a reward
-        (F.aggregate, (LOSSES, COUNTED, "none"), [1, 3, 0, 5, 0, 0]),
-        (F.aggregate, (LOSSES, COUNTED, "token_mean"), [9 / 3]),
-        (F.aggregate, (VALUE, MASK, "prompt_mean"), [(2 + 5) / 3]),  # a sequence without tokens counts here only
-        (F.aggregate, (VALUE, MASK, "sequence_mean"), [(2 + 5) / 2]),
-        (lambda *x: F.aggregate(*x, fixed_length=4), (LOSSES, COUNTED, "fixed_length"), [9 / (2 * 4)]),
-        (F.effective_sample_size, (row(2, 2, 2, 2).log(), every(4)), [1]),
-        (F.effective_sample_size, (row(1, 3, 1, 1).log(), every(4)), [36 / (4 * 12)]),
-        (F.effective_sample_size, (row(1, 3, 9).log(), COUNTED[:1]), [0.8]),
-        (F.effective_sample_size, (row(1, 1, 1).log(), COUNTED[:1] & False), [0]),
-        (F.effective_sample_size, (row(20, 20), every(2)), [1]),
-        (lambda *x: F.sequence_log_ratio(*x).exp(), (row(4, 1, 9).log(), COUNTED[:1]), [2, 2, 2]),
-        (lambda *x: F.sequence_log_ratio(*x, True).exp()[:, :2], (row(4, 1, 9).log(), COUNTED[:1]), [2, 2]),
-        (F.token_weight, (LOG_RHO,), [3, 0.5, 9, 1.25, 9, 9]),
-        (F.sequence_weight, (LOG_RHO, COUNTED), [1.5] * 3 + [1.25] * 3),
-        (F.weight_within, (row(0.49, 0.5, 5, 5.01), 0.5, 5.0), [0, 1, 1, 0]),
-        (F.geometric_mean_within, (LOG_RHO, COUNTED, ROOT - 1e-6, 1.26), [1] * 6),
-        (F.geometric_mean_within, (LOG_RHO, COUNTED, ROOT + 1e-6, 1.26), [0] * 3 + [1] * 3),
-        (F.k3_mean_below, (LOG_RHO, COUNTED, K3[0] - 1e-6), [0] * 3 + [1] * 3),
-        (F.k3_mean_below, (row(0, 0), every(2), 0.0), [1, 1]),  # the limit itself is within
-        (F.staleness_weight, (torch.tensor([[0, 1, 2, 8]]),), [1, 1, 0.5, 0.125]),
-        (F.trust_region, (row(-1, -1, -1, -1), row(-2, -2.1, NAN, -1), THREE, 0.5), [1, 0, 0, 0]),
-        (F.clipped_surrogate, (RATIO.log(), ADVANTAGE, 0.2, 0.28), [-2.56, 3.0, -1.0, 1.6, -2.2, 2.2]),
-        (F.outside_clip_range, (row(0.79, 0.81, 1.27, 1.29).log(), 0.2, 0.28), [1, 0, 0, 1]),
-        (F.cispo_surrogate, (row(0.01, 9).log(), row(-1, -1), row(1, 1), 1.0, 4.0), [0.01, 5]),  # bounded above only
-        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, 0.15, 0.15), [1, 0, 0, 1, 0]),  # the last by 0.04
-        (F.outside_divergence, (row(1).log(), row(0.5).log(), row(1), 0.0, 0.5), [0]),  # the bound itself is inside
-        (F.outside_divergence, (row(0.5).log(), row(1).log(), row(-1), 0.5, 0.0), [0]),
-        (F.outside_divergence, (NEW.log(), OLD.log(), 0 * SIGNS, 0.01, 0.01), [0] * 5),  # nothing to move
-        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 1, 0]),
-        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN + 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 0, 0]),
-        (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP + 1e-6, "kl"), [0, 0, 0, 1, 0]),
-        (
-            F.sapo_surrogate,
-            (row(1.5, 0.5, 1).log(), row(2, -1, 0), 1.0, 1.05),
-            [-4 * sigmoid(0.5) * 2, 4 / 1.05 * sigmoid(-0.525), 0],
-        ),
-    ],
-)
-def test_golden_numbers(function: Any, arguments: tuple[Any, ...], expected: list[float], run: Run) -> None:
-    assert run(function)(*arguments).flatten().tolist() == pytest.approx(expected)
+GOLDEN: list[tuple[Any, tuple[Any, ...], list[float]]] = [
+    (sequence_sum, (VALUE, MASK), [4, 4, 4, 5, 5, 5, 0, 0, 0]),
+    (sequence_mean, (VALUE, MASK), [2, 2, 2, 5, 5, 5, 0, 0, 0]),
+    (F.entropy_bonus, (row(2, 0), 0.5), [-1, 0]),  # a reward
+    (F.aggregate, (LOSSES, COUNTED, "none"), [1, 3, 0, 5, 0, 0]),
+    (F.aggregate, (LOSSES, COUNTED, "token_mean"), [9 / 3]),
+    (F.aggregate, (VALUE, MASK, "prompt_mean"), [(2 + 5) / 3]),  # a sequence without tokens counts here only
+    (F.aggregate, (VALUE, MASK, "sequence_mean"), [(2 + 5) / 2]),
+    (lambda *x: F.aggregate(*x, fixed_length=4), (LOSSES, COUNTED, "fixed_length"), [9 / (2 * 4)]),
+    (F.effective_sample_size, (row(2, 2, 2, 2).log(), every(4)), [1]),
+    (F.effective_sample_size, (row(1, 3, 1, 1).log(), every(4)), [36 / (4 * 12)]),
+    (F.effective_sample_size, (row(1, 3, 9).log(), COUNTED[:1]), [0.8]),
+    (F.effective_sample_size, (row(1, 1, 1).log(), COUNTED[:1] & False), [0]),
+    (F.effective_sample_size, (row(20, 20), every(2)), [1]),
+    (lambda *x: F.sequence_log_ratio(*x).exp(), (row(4, 1, 9).log(), COUNTED[:1]), [2, 2, 2]),
+    (lambda *x: F.sequence_log_ratio(*x, True).exp()[:, :2], (row(4, 1, 9).log(), COUNTED[:1]), [2, 2]),
+    (F.token_weight, (LOG_RHO,), [3, 0.5, 9, 1.25, 9, 9]),
+    (F.sequence_weight, (LOG_RHO, COUNTED), [1.5] * 3 + [1.25] * 3),
+    (F.weight_within, (row(0.49, 0.5, 5, 5.01), 0.5, 5.0), [0, 1, 1, 0]),
+    (F.geometric_mean_within, (LOG_RHO, COUNTED, ROOT - 1e-6, 1.26), [1] * 6),
+    (F.geometric_mean_within, (LOG_RHO, COUNTED, ROOT + 1e-6, 1.26), [0] * 3 + [1] * 3),
+    (F.k3_mean_below, (LOG_RHO, COUNTED, K3[0] - 1e-6), [0] * 3 + [1] * 3),
+    (F.k3_mean_below, (row(0, 0), every(2), 0.0), [1, 1]),  # the limit itself is within
+    (F.staleness_weight, (torch.tensor([[0, 1, 2, 8]]),), [1, 1, 0.5, 0.125]),
+    (F.trust_region, (row(-1, -1, -1, -1), row(-2, -2.1, NAN, -1), THREE, 0.5), [1, 0, 0, 0]),
+    (F.clipped_surrogate, (RATIO.log(), ADVANTAGE, 0.2, 0.28), [-2.56, 3.0, -1.0, 1.6, -2.2, 2.2]),
+    (F.outside_clip_range, (row(0.79, 0.81, 1.27, 1.29).log(), 0.2, 0.28), [1, 0, 0, 1]),
+    (F.cispo_surrogate, (row(0.01, 9).log(), row(-1, -1), row(1, 1), 1.0, 4.0), [0.01, 5]),  # bounded above only
+    (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, 0.15, 0.15), [1, 0, 0, 1, 0]),  # the last by 0.04
+    (F.outside_divergence, (row(1).log(), row(0.5).log(), row(1), 0.0, 0.5), [0]),  # the bound itself is inside
+    (F.outside_divergence, (row(0.5).log(), row(1).log(), row(-1), 0.5, 0.0), [0]),
+    (F.outside_divergence, (NEW.log(), OLD.log(), 0 * SIGNS, 0.01, 0.01), [0] * 5),  # nothing to move
+    (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 1, 0]),
+    (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN + 1e-6, UP - 1e-6, "kl"), [1, 0, 0, 0, 0]),
+    (F.outside_divergence, (NEW.log(), OLD.log(), SIGNS, DOWN - 1e-6, UP + 1e-6, "kl"), [0, 0, 0, 1, 0]),
+    (
+        F.sapo_surrogate,
+        (row(1.5, 0.5, 1).log(), row(2, -1, 0), 1.0, 1.05),
+        [-4 * sigmoid(0.5) * 2, 4 / 1.05 * sigmoid(-0.525), 0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "expected"), GOLDEN)
+def test_golden_numbers(function: Any, arguments: tuple[Any, ...], expected: list[float]) -> None:
+    assert function(*arguments).flatten().tolist() == pytest.approx(expected)
+
+
+def test_golden_numbers_as_one_graph() -> None:
+    torch.compiler.reset()
+    all_of_them = torch.compile(lambda: [f(*given) for f, given, _ in GOLDEN], backend="eager", fullgraph=True)
+    for place, (found, (*_, expected)) in enumerate(zip(all_of_them(), GOLDEN, strict=True)):
+        assert found.flatten().tolist() == pytest.approx(expected), place
 
 
 def test_what_is_not_selected_or_dropped_has_no_gradient() -> None:

@@ -74,23 +74,13 @@ def script(path: Path) -> ModuleType:
     return module
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function with its qualified name, nested ones included."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, Function):
-            yield prefix + child.name, child
-        inner = f"{prefix}{child.name}." if isinstance(child, Function | ast.ClassDef) else prefix
-        yield from functions(child, inner)
-
-
-def parameters(function: Function) -> list[ast.arg]:
-    """Every parameter, ``*args`` and ``**kwargs`` included; a method's ``self`` is one of them."""
-    a = function.args
-    return [*a.posonlyargs, *a.args, *([a.vararg] if a.vararg else []), *a.kwonlyargs, *([a.kwarg] if a.kwarg else [])]
-
-
-def imports(source: Source) -> Iterator[Import]:
+@cache
+def imports(source: Source) -> tuple[Import, ...]:
     """Every import of a file, those in functions and ``import_module("a literal")`` included."""
+    return tuple(_imports(source))
+
+
+def _imports(source: Source) -> Iterator[Import]:
     package = source.name.split(".")
     if source.path.stem != "__init__":
         package = package[:-1]

@@ -30,13 +30,6 @@ def test_the_cells_of_one_run(no_engine: EngineShelf, tmp_path: Path, monkeypatc
             exec(compile(cell.source, f"{SETTINGS.in_tests}, {cell.id}", "exec"), there)
 
 
-@pytest.mark.soak
-@pytest.mark.engine
-def test_one_of_them_shows_what_it_stores(no_engine: EngineShelf) -> None:
-    stored = notebooks.read(notebooks.FOLDER / f"{SETTINGS.in_tests}.ipynb")
-    assert list(notebooks.differences(stored, notebooks.executed(stored))) == []
-
-
 @pytest.fixture(scope="module")
 def calculator() -> ModuleType:
     return script(ROOT / "tutorials" / "harness_calculator.py")

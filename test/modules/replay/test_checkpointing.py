@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -112,14 +112,23 @@ CASES = [
 """deepseek_v3: its groups are kept by selective checkpointing too."""
 
 
+WITHOUT_CACHE: dict[str, Any] = {"use_cache": False}
+"""Torch's wrapper does not switch it off: a second run would add."""
+
+
+@cache
+def unchecked(family: str, measure: bool) -> tuple[Any, dict[str, Tensor]]:
+    """Routes, and the gradients under them of a model without checkpointing."""
+    plain, replay = pair(family, **WITHOUT_CACHE)
+    routes = routes_of(replay)
+    return routes, two_losses(plain.train(), replay, routes, measure)
+
+
 @pytest.mark.parametrize(("how", "first", "measure", "family"), CASES)
 def test_however_layers_are_checkpointed_gradients_stay(how: str, first: str, measure: bool, family: str) -> None:
     """Two micro batches and one backward pass, with replay put on before checkpointing and after it."""
-    config: dict[str, Any] = {"use_cache": False}  # torch's wrapper does not switch it off: a second run would add
-    plain, plain_replay = pair(family, **config)
-    routes = routes_of(plain_replay)
-    wanted = two_losses(plain.train(), plain_replay, routes, measure)
-    model = make_tiny_moe(family, **config).train()
+    routes, wanted = unchecked(family, measure)
+    model = make_tiny_moe(family, **WITHOUT_CACHE).train()
     if first == "them":
         HOWS[how](model)
     replay = RouterReplay(model)

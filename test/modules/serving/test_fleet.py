@@ -11,10 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from support.errors import raising
 from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening, slow_if, until_running
 from support.waiting import PATIENCE, in_thread, until
@@ -62,7 +62,7 @@ def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serv
 
 def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
     engine = serve(2)
-    engine.replicas[1].overrides["sleep"] = raising(EngineError("memory usage increased"))
+    engine.replicas[1].overrides["sleep"] = Mock(side_effect=EngineError("memory usage increased"))
     with pytest.raises(EngineError, match="memory usage increased"):
         engine.sleep()
     assert len(ask(engine, ["a", "b"], timeout_seconds=60.0)) == 2
@@ -218,7 +218,7 @@ def test_a_removal_that_takes_too_long_or_is_interrupted_is_taken_back(
     until(lambda: service.replica_table[1].inflight == 1)
     if interrupted:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(service._fleet, "_is_idle", raising(KeyboardInterrupt()))
+            patch.setattr(service._fleet, "_is_idle", Mock(side_effect=KeyboardInterrupt()))
             service.remove_replica(1)
     else:
         with pytest.raises(EngineError, match=r"1 requests of replica 1 were not finished within 0\.05 s"):
@@ -337,7 +337,7 @@ def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
 def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(
     fleet: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = fleet(1, lambda i, n: raising(KeyError("settings"))() if n else FakeReplica(i))
+    service = fleet(1, lambda i, n: Mock(side_effect=KeyError("settings"))() if n else FakeReplica(i))
     service.kill(0)
     until(lambda: "the supervisor failed at replica 0, and goes on" in caplog.messages)
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
@@ -348,7 +348,7 @@ def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(
 def test_one_that_cannot_be_asked_keeps_no_other_from_being_watched_and_coming_back(fleet: Any) -> None:
     service, error = fleet(4), OSError("too many open files")
     silent = service.made[0][0]
-    silent.is_alive = raising(error)
+    silent.is_alive = Mock(side_effect=error)
     try:
         service.kill(1)
         until_serving(service, [0, 1, 0, 0])
@@ -357,7 +357,7 @@ def test_one_that_cannot_be_asked_keeps_no_other_from_being_watched_and_coming_b
     finally:
         del silent.is_alive
     until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 4)
-    service.made[2][0].ask = raising(error)
+    service.made[2][0].ask = Mock(side_effect=error)
     service.made[3][0].stall()
     until_serving(service, [0, 1, 1, 1])  # the one that cannot even be probed gave no sign of life either
 
@@ -603,7 +603,7 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused_or_that_knows_no_
     service.replica_table.set_state(1, ReplicaState.SYNCING)
     syncing.stall()
     paused.call(Engine.pause, 1.0, "keep", False)
-    older.overrides["probe"] = raising(ValueError("no command 'probe'"))
+    older.overrides["probe"] = Mock(side_effect=ValueError("no command 'probe'"))
     time.sleep(0.5)
     assert service.restarts == [0] * 4
     assert service.states == ["SERVING", "SYNCING", "SERVING", "SERVING"]
@@ -719,7 +719,7 @@ def test_a_replica_that_cannot_be_ended_does_not_keep_the_service_from_its_end(
     loops = [one for one in threading.enumerate() if one.name == "torchrl_moe-service" and one not in before]
     assert len(loops) == 1
     with monkeypatch.context() as patch, pytest.raises(OSError, match="it does not end"):
-        patch.setattr(service.made[0][0], "shutdown", raising(OSError("it does not end")))
+        patch.setattr(service.made[0][0], "shutdown", Mock(side_effect=OSError("it does not end")))
         service.shutdown()
     assert not service.made[1][0].is_alive()
     until(lambda: not any(thread.is_alive() for thread in loops), 10.0)

@@ -16,13 +16,10 @@ from torchrl_moe.modules.serving.replica_table import (
     Breaker,
     BreakerState,
     CacheUsage,
-    Candidates,
     FaultPolicy,
     Recovery,
     ReplicaState,
     ReplicaTable,
-    TableEntry,
-    load_bound,
 )
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -171,18 +168,6 @@ def test_a_breaker(steps: list[tuple[float, str, str]]) -> None:
         else:
             {"fail": breaker.failed, "cool": breaker.cool}[what]()
         assert breaker.state.value + " *" * breaker.blocks == expected
-
-
-def entries(*inflight: int) -> list[TableEntry]:
-    return [TableEntry(i, None, inflight=count, cache=100 + i) for i, count in enumerate(inflight)]
-
-
-def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> None:
-    busy = Candidates(entries(39, 40, 40))  # mean 40 with the new one
-    assert load_bound(busy, 1.15, 1.0) == pytest.approx(46.0)
-    assert load_bound(busy, 1.0, 2.0) == pytest.approx(42.0)
-    idle = Candidates(entries(0, 0, 0, 0))
-    assert load_bound(idle, 1.15, 1.0) == pytest.approx(1.25)
 
 
 def test_delays_stop_at_the_longest_however_many_there_were() -> None:

@@ -298,7 +298,6 @@ def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
 @pytest.mark.parametrize("way", ["generate", "agenerate", "retried"])
 def test_answers_go_with_their_last_user_without_waiting_for_the_garbage_collector(fleet: Any, way: str) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: way == "retried" and n == 0))
-    gc.collect()
     gc.disable()
     try:
         completion = asyncio.run(service.agenerate("hi")) if way == "agenerate" else ask(service)

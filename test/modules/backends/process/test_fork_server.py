@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from support import forkable, toy_kind
-from support.errors import raising
 from support.forkable import GONE, Forked, Forks
 from support.processes import group, is_gone, toy_environment, toy_replica
 from support.waiting import in_thread, until
@@ -203,7 +203,7 @@ def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str
 @pytest.mark.parametrize(
     ("call", "fails", "words"),
     [
-        ("pidfd_open", raising(error_of(errno.EMFILE)), "Too many open files"),  # it cannot be watched
+        ("pidfd_open", Mock(side_effect=error_of(errno.EMFILE)), "Too many open files"),  # it cannot be watched
         ("sched_getaffinity", lambda _: {1000}, "ended with exit code 1 before it ran"),  # nor take over what we have
     ],
 )
@@ -225,7 +225,7 @@ def test_there_is_no_server_where_forking_is_not_possible(
     if how == "not in this Python":
         monkeypatch.delattr(os, "pidfd_open")
     else:
-        monkeypatch.setattr(os, "pidfd_open", raising(error_of(errno.ENOSYS)))
+        monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=error_of(errno.ENOSYS)))
     with pytest.raises(CannotFork, match=r"are not available: .*('pidfd_open'|not implemented)"):
         forks.server()
 
@@ -477,9 +477,9 @@ def test_a_process_that_is_forked_while_a_child_starts_does_not_hide_the_childs_
 def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = SimpleNamespace(wait=raising(CannotFork("of the tests")))
+    launch = SimpleNamespace(wait=Mock(side_effect=CannotFork("of the tests")))
     monkeypatch.setattr(process_replica, "fork_server", lambda *_: SimpleNamespace(fork=lambda *_: launch))
-    monkeypatch.setattr(Child, "_spawn", raising(error_of(errno.ENOMEM)))
+    monkeypatch.setattr(Child, "_spawn", Mock(side_effect=error_of(errno.ENOMEM)))
     replica = toy_replica()
     replica.start()
     with pytest.raises(ReplicaDiedError, match=r"replica 0 could not be started: OSError: .*Cannot allocate memory"):

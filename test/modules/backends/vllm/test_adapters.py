@@ -251,7 +251,7 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
 
         async def ask(name: str, priority: int, max_tokens: int) -> None:
             params = {"max_tokens": max_tokens, "ignore_eos": True}
-            await engine.agenerate(IDS, params, priority=priority)
+            await engine.agenerate(IDS, params, priority=priority, request_id=name)
             finished.append(name)
 
         blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
@@ -261,6 +261,7 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
         while engine.stats()[0]["waiting"] < 3 and not blocker.done():
             await asyncio.sleep(0.01)
         in_time = not blocker.done()
+        engine.abort("running")
         await asyncio.gather(blocker, *waiting)
         return finished if in_time else []
 

@@ -332,26 +332,17 @@ def test_a_rest_follows_what_was_recorded_and_else_what_the_user_gave(recorded: 
     assert (again.routed_experts == ROWS).all()
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "after", "whole"),
-    [
-        ("none", "forced", "none", "forced"),
-        ("forced", "forced", "none", "forced"),
-        ("live", "forced", "none", "live"),
-        ("none", "live", "none", "live"),
-        ("none", "forced", "live", "live"),  # the rest lost its cache, and was routed again
-    ],
-)
-def test_an_answer_says_the_worst_of_how_it_was_read_again(before: Any, now: Any, after: Any, whole: str) -> None:
-    first, rest = part(b"ab", 0, 1), part(b"cd", 2, 2)
-    first.resume, rest.resume = before, after
-    assert join(0, first, rest, vllm_object(), decode, now).resume == whole
-
-
 def test_a_rest_that_was_cut_before_its_first_token_leaves_the_first_part_as_it_was() -> None:
     one, nothing = part(b"abc", 0, 3, "abort"), part(b"", 3, 4, "abort")
     nothing.routed_experts = nothing.logprobs = None  # as vLLM gives it
     check(join(2, one, nothing, vllm_object(stop="c"), decode), b"abc", "abc", 3, "abort")
+
+
+def test_a_rest_that_lost_its_cache_was_routed_again() -> None:
+    """The other ways in which parts are joined: ``test_fake_model.py``, which joins them by the same function."""
+    first, rest = part(b"ab", 0, 1), part(b"cd", 2, 2)
+    rest.resume = "live"
+    assert join(0, first, rest, vllm_object(), decode, "forced").resume == "live"
 
 
 def test_the_rest_is_asked_for_with_what_is_left() -> None:
