@@ -416,6 +416,19 @@ def test_reasoning_that_the_template_drops_stays_in_what_is_sent(chat: Chat) -> 
     assert trained(td) == ids(THOUGHT + "<think>so</think>no<|im_end|>" + "ok<|im_end|>")
 
 
+def test_of_answers_that_say_the_same_the_one_with_the_reasoning_that_came_back_goes_on(chat: Chat) -> None:
+    other = {**YES, "reasoning": "so"}
+    first = chat.ask([user("a")], THOUGHT, YES)
+    assert chat.ask([user("a")], "<think>so</think>yes<|im_end|>", other) == first
+    for message, thought in ((YES, "hm"), (other, "so"), (SENT_BACK, "so")):  # without any: the newest
+        kept = first + ids(f"<think>{thought}</think>yes<|im_end|>\n" + NEXT)
+        assert chat.sent([user("a"), message, user("b")]) == kept
+    for message in (YES, other):  # and so does what follows each
+        second = chat.ask([user("a"), message, user("b")], "ok<|im_end|>", said("ok"))
+        third = chat.sent([user("a"), message, user("b"), said("ok"), user("c")])
+        assert third == second + ids("ok<|im_end|>\n" + turn("user", "c") + OPEN)
+
+
 @pytest.mark.parametrize(
     ("changed", "system"),
     [
@@ -457,8 +470,9 @@ def test_a_tool_call_is_the_same_however_its_arguments_are_written(chat: Chat) -
     answer = "<tool_call>f(1, 2)</tool_call><|im_end|>"
     first = chat.ask([user("a")], answer, calling('{"a": 1, "b": 2}', content=None))
     result = {"role": "tool", "content": "3", "tool_call_id": "1"}
-    history = [user("a"), calling('{"b":2,"a":1}', content=""), result]
-    assert chat.sent(history) == first + ids(answer + "\n" + turn("tool", "3") + OPEN)
+    for arguments in ('{"b":2,"a":1}', '{"b": 2.0, "a": 1e0}'):  # JSON has one kind of number
+        history = [user("a"), calling(arguments, content=""), result]
+        assert chat.sent(history) == first + ids(answer + "\n" + turn("tool", "3") + OPEN)
     history[1] = calling('{"b":2,"a":2}')
     assert chat.sent(history) == chat.rendered(history)
 

@@ -77,9 +77,17 @@ def _called(call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     arguments = function.get("arguments")
-    with suppress(ValueError, RecursionError):  # a model's own mistake is compared as it was made
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    # a model's own mistake is compared as it was made
+    with suppress(TypeError, ValueError, RecursionError):
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        arguments = json.loads(text, parse_float=_number)
     return [call.get("id"), function.get("name"), arguments]
+
+
+def _number(text: str) -> int | float:
+    """Read a number of JSON, which has one kind: 5.0 is 5, and a client may write either."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _reasoning(message: Message) -> bytes:
@@ -117,8 +125,10 @@ class Session:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         self._tree = TokenTree(layout, end_of_turn_ids)
         self._lock = threading.RLock()
-        # digest of a conversation that ends in an answer -> that answer, and the digest of its reasoning
-        self._returned: dict[bytes, tuple[Node, bytes]] = {}
+        # digest of a conversation that ends in an answer -> that answer
+        self._returned: dict[bytes, Node] = {}
+        # the same without the answer's reasoning -> the digest of that; of the newest answer, where several say the same
+        self._left_out: dict[bytes, bytes] = {}
         self._under_way: dict[object, Callable[[], object]] = {}
         self.is_closed = False
         """Whether it takes no more calls."""
@@ -253,7 +263,9 @@ class Session:
                 # an answer with ends of turns inside, as there may be if they are ignored, is not one message
                 if conversation is not None and returned and not self._tree.count_ends(node.ids[:-1]):
                     message = returned[completion.outputs.index(output)]
-                    self._returned[_digest(conversation, _said(message))] = node, _reasoning(message)
+                    said, reasoning = _digest(conversation, _said(message)), _reasoning(message)
+                    self._left_out[said] = reasoning
+                    self._returned[_digest(said, reasoning)] = node
 
     def trajectories(self, shared: Literal["first", "all"] = "first") -> list[TensorDict]:
         """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
@@ -373,12 +385,10 @@ class Session:
                 raise ValueError(
                     f"messages are mappings, such as {{'role': ..., 'content': ...}}, got {shown(message)}"
                 )
-            digest = _digest(found[-1][0], _said(message))
-            node, own = self._returned.get(digest, (None, b""))
-            # other reasoning than the answer's is another message, and so is any that was not returned here
-            if (reasoning := _reasoning(message)) not in (b"", own):
-                digest, node = _digest(digest, reasoning), None
-            found.append((digest, node))
+            said = _digest(found[-1][0], _said(message))
+            # other reasoning than an answer's is another message, and so is any that was not returned here
+            digest = _digest(said, _reasoning(message) or self._left_out.get(said, b""))
+            found.append((digest, self._returned.get(digest)))
         return found
 
     def _answer_to(self, messages: Sequence[Message], rendered: Ids) -> tuple[Node, Ids] | None:
