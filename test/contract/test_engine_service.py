@@ -364,6 +364,46 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
         assert Counter(one.metrics.replica for one in others)[killed[0]] < 10
 
 
+@pytest.mark.parametrize("streaming", ["fake", VLLM])
+def test_routes_that_were_delivered_before_a_stream_stay_when_its_replica_dies(
+    streaming: str, request: pytest.FixtureRequest
+) -> None:
+    params = {"max_tokens": LONG, "logprobs": 0, "ignore_eos": True, "n": 2}
+
+    async def ask_on(service: Any, given: Any, parts: list[Any], killed: list[int]) -> Any:
+        def take(part: Any) -> None:
+            parts.append(part)
+            if not killed and len(told(parts, 1)[0]) >= 5:
+                killed.append(part.metrics.replica)
+                kill(service.replica_table[killed[0]].replica)
+
+        return await service.agenerate(resume=given, sampling_params=params, on_part=take, on_resume="forced")
+
+    with FakeAsyncVLLM(2, token_seconds=0.003) as mortal:
+        service = mortal if streaming == "fake" else request.getfixturevalue(streaming)
+        given = ask(service, IDS, 6, params={"n": 2})
+        for output in given.outputs:  # which no engine would choose by itself
+            output.routed_experts = np.abs(others_than(service, output.routed_experts)).astype(np.uint8)
+        given.outputs[1].finish_reason = "abort"
+        for _ in range(8):
+            parts: list[Any] = []
+            killed: list[int] = []
+            whole = asyncio.run(ask_on(service, given, parts, killed))
+            if streaming != "fake":  # it comes back
+                until(lambda: [row["state"] for row in service.stats()] == ["SERVING"] * 2)
+            if killed and whole.metrics.replica != killed[0]:
+                break  # else the whole answer was on its way already
+        for before, after in zip(given.outputs, whole.outputs, strict=True):
+            rows = before.routed_experts
+            assert after.routed_experts[: len(rows)].tolist() == rows.tolist()
+            assert after.token_ids[:6].tolist() == before.token_ids.tolist()
+        finished, grown = whole.outputs
+        assert len(finished.token_ids) == 6
+        assert len(grown.token_ids) == LONG and len(grown.routed_experts) == len(IDS) + LONG - 1
+        assert grown.resume == "live"  # tokens that were only streamed had no routes yet
+        assert grown.token_ids[6:].tolist()[: len(told(parts, 1)[0])] == told(parts, 1)[0]
+
+
 # -- what is asked of all replicas ------------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ class Session:
         self._lock = threading.RLock()
         # digest of a conversation that ends in an answer -> that answer
         self._returned: dict[bytes, Node] = {}
-        # the same without the answer's reasoning -> the digest of that; of the newest answer, where several say the same
+        # the same without the answer's reasoning -> the digest of that, of the newest answer that says so
         self._left_out: dict[bytes, bytes] = {}
         self._under_way: dict[object, Callable[[], object]] = {}
         self.is_closed = False

@@ -62,7 +62,7 @@ class FakeModel:
             first = None  # cut before its first token: it begins again
         had = [] if first is None else first.token_ids.tolist()
         # of the first part, which the whole keeps
-        known_rows = len(prompt) + len(had) - 1 if first is not None and first.routed_experts is not None else 0
+        known_rows = 0 if first is None or first.routed_experts is None else len(first.routed_experts)
         ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
         # what the script sets, with the end of the turn
         text, scripted = None if self.script is None else self.script(_tokenizer().decode(prompt)), None
@@ -87,9 +87,8 @@ class FakeModel:
             kept=_kept(request, token_ids),
         )
         # Joined by the real engine's own function, so that a resumed fake answer is formed like a real one.
-        follows = RequestRoutes(self.layout, self.forced_routing_unavailable_reason).follows(request, first)
-        plain = SimpleNamespace(detokenize=False)
-        whole = join(index, first, rest, plain, text_of, "forced" if follows else "live")
+        how = RequestRoutes(self.layout, self.forced_routing_unavailable_reason).how_read(request, len(prompt), first)
+        whole = join(index, first, rest, SimpleNamespace(detokenize=False), text_of, how)
         return replace(whole, text=text_of(whole.token_ids.tolist()))  # the cut may fall within a character
 
     def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:

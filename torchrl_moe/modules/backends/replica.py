@@ -435,7 +435,7 @@ def nothing_yet(request: Request) -> Completion:
 
 
 def joined(request: Request, parts: Sequence[Completion]) -> Completion:
-    """Return what a request that streams has so far, as a completion to resume; it has no routes."""
+    """Return what a request that streams has so far, as a completion to resume; tokens of parts have no routes."""
     nothing = nothing_yet(request)
     pieces: list[list[CompletionOutput]] = [[output] for output in nothing.outputs]
     for part in parts:
@@ -450,6 +450,9 @@ def joined(request: Request, parts: Sequence[Completion]) -> Completion:
 
 
 def _in_a_row(outputs: Sequence[CompletionOutput]) -> CompletionOutput:
+    before, *parts = outputs
+    if not parts:
+        return before
     logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
     return replace(
         outputs[-1],
@@ -457,7 +460,7 @@ def _in_a_row(outputs: Sequence[CompletionOutput]) -> CompletionOutput:
         text="".join(output.text for output in outputs),
         policy_versions=np.concatenate([output.policy_versions for output in outputs]),
         logprobs=np.concatenate(logprobs) if len(logprobs) == len(outputs) else None,
-        routed_experts=None,
+        routed_experts=before.routed_experts,
         kept=KeptIds.join([output.kept for output in outputs], [len(output.token_ids) for output in outputs]),
     )
 

@@ -62,14 +62,20 @@ class RequestRoutes:
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
 
     def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer] | None:
-        """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
+        """Return the rows that the rest of an answer follows; ``None`` if the model routes.
+
+        They are ``[P + G - 1, L, K]``; fewer if its last tokens were only streamed when its replica died.
+        """
         if first is None or first.routed_experts is None or self._layout is None or self._is_live(request):
             return None
         return rows_of_answer(first.routed_experts, self._layout)
 
-    def follows(self, request: Request, first: CompletionOutput | None) -> bool:
-        """Whether the rest of an answer follows the rows of its first part."""
-        return self.of_part(request, first) is not None
+    def how_read(self, request: Request, prompt_tokens: int, first: CompletionOutput | None) -> OnResume:
+        """Return how all tokens of an answer's first part are read again."""
+        rows = self.of_part(request, first)
+        if rows is None or first is None or len(rows) < prompt_tokens + len(first.token_ids) - 1:
+            return "live"
+        return "forced"
 
     def how(self, request: Request) -> OnResume:
         """Return how tokens of a request are read again by the engine itself."""

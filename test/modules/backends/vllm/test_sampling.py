@@ -347,16 +347,16 @@ def test_a_rest_that_lost_its_cache_was_routed_again() -> None:
 
 def test_the_rest_is_asked_for_with_what_is_left() -> None:
     params = vllm_object(n=3, max_tokens=10, min_tokens=4, seed=100, stop="x")
-    rest = sampling_for_rest(params, 2, P, part(b"abc", 0, 3), decode)
+    rest = sampling_for_rest(params, 2, part(b"abc", 0, 3), decode)
     assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 102, ["x"])
     assert rest.routed_experts_prompt_start == P + 2
     assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
-    rest = sampling_for_rest(params, 0, P, part(b"\xc3", 0, 3), decode)  # cut inside a character: without a text
+    rest = sampling_for_rest(params, 0, part(b"\xc3", 0, 3), decode)  # cut inside a character: without a text
     assert (rest.detokenize, rest.stop) == (False, None)
     for limit in (2, 3):
         params = vllm_object(max_tokens=limit)
         with pytest.raises(ValueError, match=f"answer 1 to resume has 3 tokens already: max_tokens={limit} must be "):
-            sampling_for_rest(params, 1, P, part(b"abc", 0, 3), decode)
+            sampling_for_rest(params, 1, part(b"abc", 0, 3), decode)
 
 
 def test_what_depends_on_where_the_answer_began_cannot_be_continued() -> None:

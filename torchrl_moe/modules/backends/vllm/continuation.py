@@ -63,7 +63,7 @@ def request_for_rest(
 
 
 def sampling_for_rest(
-    params: SamplingParams, index: int, prompt_tokens: int, first: CompletionOutput | None, decode: Decode
+    params: SamplingParams, index: int, first: CompletionOutput | None, decode: Decode
 ) -> SamplingParams:
     """Return vLLM's ``SamplingParams`` for the rest of answer ``index``."""
     rest = params.clone()
@@ -80,8 +80,8 @@ def sampling_for_rest(
                 f"answer {index} to resume has {had} tokens already: max_tokens={rest.max_tokens} must be larger"
             )
         rest.max_tokens -= had
-    # the last token's row was still to come
-    rest.routed_experts_prompt_start = prompt_tokens + had - 1
+    # the last token's row was still to come; those of tokens that were only streamed are gone with their replica
+    rest.routed_experts_prompt_start = 0 if first.routed_experts is None else len(first.routed_experts)
     if _ends_inside_a_character(first, params, decode):
         rest.detokenize, rest.stop = False, None
     return rest
@@ -103,7 +103,7 @@ def join(
 
     Shapes:
         - token_ids, logprobs, policy_versions, kept: ``[G1 + G2]``, less where a stop string ends the answer early
-        - routed_experts: ``[P + G1 - 1 + G2, L, K]``: the first row of the rest is that of the first part's last token
+        - routed_experts: ``[P + G1 - 1 + G2, L, K]``: the rest has the rows that the first part lacks, at least one
     """
     if first is None:
         return replace(rest, index=index)

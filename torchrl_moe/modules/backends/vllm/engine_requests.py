@@ -28,7 +28,6 @@ from torchrl_moe.modules.backends.replica import (
     CompletionMetrics,
     CompletionOutput,
     KeptIds,
-    OnResume,
     PauseMode,
     Request,
     nothing_yet,
@@ -420,10 +419,8 @@ class EngineRequests:
             prompt_ids = completion.prompt_token_ids
             rows = self._routes.of_part(running.request, kept)
             rest = continuation.request_for_rest(running.request, self._name(running.request), prompt_ids, kept, rows)
-            on_resume: OnResume = "live" if rows is None else "forced"
-            how = continuation.sampling_for_rest(params, index, len(prompt_ids), kept, decode)
-            if kept is not None and kept.routed_experts is None:
-                how.routed_experts_prompt_start = 0  # they are gone with its replica: all are read again
+            on_resume = self._routes.how_read(running.request, len(prompt_ids), kept)
+            how = continuation.sampling_for_rest(params, index, kept, decode)
             more, part = await self._ask(running, rest, how, index)
             (output,) = more.outputs
             over = part.over(output)
@@ -515,7 +512,7 @@ class EngineRequests:
             kept, part = running.answers.get(output.index), parts.get(output.index)
             if part is not None and part.outputs and len(part.outputs[0].token_ids):
                 decode = partial(self._decode, params)
-                on_resume: OnResume = "forced" if self._routes.follows(request, kept) else "live"
+                on_resume = self._routes.how_read(request, len(running.first.prompt_token_ids), kept)
                 outputs.append(continuation.join(output.index, kept, part.outputs[0], params, decode, on_resume))
             elif kept is not None:
                 outputs.append(kept)
