@@ -243,6 +243,17 @@ def test_a_group_whose_version_no_replica_will_ever_hold_again_is_reported_at_on
         run(lb, "a", group_ids=["g"])
 
 
+def test_a_group_of_which_a_request_was_refused_begins_again(serve: Any) -> None:
+    lb = serve(refuse=lambda request: "no" if request.request_id == "bad" else None)
+    with pytest.raises(RequestRefusedError):
+        run(lb, ["bad"], group_ids=["g"])
+    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.replica_table.set_version(0, 1)
+    lb.set_states(ReplicaState.SERVING, 0)
+    assert len(run(lb, "a", timeout=60.0, group_ids=["g"])) == 1
+    assert lb.load_balancer.groups.version("g") == 1
+
+
 def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve: Any, monkeypatch: Any) -> None:
     lb, count = serve(1, token_seconds=HOUR), 30
     groups = [f"g{i}" for i in range(count)]

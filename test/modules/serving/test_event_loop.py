@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -142,3 +144,26 @@ def test_what_a_blocking_call_raises_is_its_callers_and_does_not_end_the_loop(
     with pytest.raises(KeyError if isinstance(error, KeyError) else RuntimeError):
         loop.spawn(in_thread("blocking", fail)).result(PATIENCE)
     assert loop.run(lambda: "runs", patience=PATIENCE) == "runs"
+
+
+FORKED = """
+import os, sys
+from concurrent.futures import Future
+from torchrl_moe.modules.serving.event_loop import EventLoop
+
+loop = EventLoop("unused so far")
+if not (child := os.fork()):
+    sys.exit(0)  # whose finalizers run
+os.waitpid(child, 0)
+loop.call(lambda: None)
+loop.join(0.2)  # it has nothing to do, and waits
+answer = Future()
+loop.call(answer.set_result, "answered")
+print(answer.result(60), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fork_that_ends_leaves_its_parents_loop_as_it_was() -> None:
+    run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=PATIENCE)
+    assert run.stdout == "answered\n", run.stderr

@@ -42,7 +42,10 @@ def serve_version(service: RestartingService, version: int) -> Callable[[int], N
     return bring
 
 
-def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serve: Any) -> None:
+@pytest.mark.parametrize(
+    ("first", "last"), [(["weights"], None), (["weights"], ["kv_cache"]), (["kv_cache"], ["weights"])]
+)
+def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serve: Any, first: Any, last: Any) -> None:
     engine = serve(2, token_seconds=0.01)
     running = in_thread(lambda: ask(engine, ["a", "b"]))
     until_running(engine, [1, 1])
@@ -53,9 +56,11 @@ def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serv
     for command in (engine.pause, engine.resume):
         with pytest.raises(RuntimeError, match=r"the engines sleep; wake_up\(\) first"):
             command()
-    engine.wake_up(["weights"])
+    engine.wake_up(first)
     assert not call.done()
-    engine.wake_up()
+    with pytest.raises(RuntimeError, match="the engines sleep"):
+        engine.pause()
+    engine.wake_up(last)
     assert [completion.outputs[0].finish_reason for completion in call.result(60.0)] == ["length", "length"]
     engine.wake_up()
 
@@ -72,6 +77,16 @@ def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: A
         engine.wake_up()
     with pytest.raises(RuntimeError, match="the engines sleep"):
         engine.resume()
+
+
+def test_one_that_is_restarted_when_the_weights_are_awake_has_them_awake(fleet: Any) -> None:
+    service = fleet(2)
+    service.sleep()
+    service.wake_up(["weights"])
+    service.kill(0)
+    until(lambda: service.restarts == [1, 0] and service.replica_table[0].replica._asleep == {"kv_cache"})
+    service.wake_up(["kv_cache"])
+    assert ask(service, actor_index=0, timeout_seconds=60.0).metrics.replica == 0
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -343,6 +358,16 @@ def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
     assert (service.states, service.replica_table[0].recovery) == (["DEAD"], Recovery.NOBODY)
     assert service.replica_table[0].last_error == "restarting failed with KeyError('settings')"
+
+
+def test_a_system_without_room_for_a_thread_ends_no_restarts(fleet: Any) -> None:
+    class Full(FakeReplica):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    service = fleet(1, lambda i, n: Full(i) if n == 1 else FakeReplica(i))
+    service.kill(0)
+    until_serving(service, [2])
 
 
 def test_one_that_cannot_be_asked_keeps_no_other_from_being_watched_and_coming_back(fleet: Any) -> None:

@@ -24,6 +24,7 @@ from support.strategies import Says
 from support.waiting import in_thread, until
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
+from torchrl_moe.modules.serving import dispatch
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.replica_table import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService, Progress
@@ -369,3 +370,56 @@ def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
         engine.replica_table.set_state(index, ReplicaState.SYNCING)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         engine.get_random_actor_index()
+
+
+# -- parts of answers -------------------------------------------------------------------------------------------------
+
+
+def tokens_of(parts: list[Completion]) -> list[int]:
+    return [int(token) for part in parts for token in part.outputs[0].token_ids]
+
+
+def test_a_part_of_a_replica_that_was_ended_is_told_to_nobody_once_another_has_the_request(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tells, parts = serve(2, token_seconds=0.01), {}, []
+    for replica in engine.replicas:
+
+        def submit(requests: Any, tell: Any = None, replica: Any = replica, submit: Any = replica.submit) -> Any:
+            tells[replica.index] = tell
+            return submit(requests, tell)
+
+        monkeypatch.setattr(replica, "submit", submit)
+
+    async def ask_on() -> Completion:
+        answer = asyncio.ensure_future(engine.agenerate([1, 2], {"max_tokens": 40}, on_part=parts.append))
+        while not parts:
+            await asyncio.sleep(0.005)
+        (first,) = tells
+        engine.replicas[first].die()
+        while len(tells) < 2:
+            await asyncio.sleep(0.005)
+        tells[first]([parts[0]])
+        return await answer
+
+    whole = asyncio.run(ask_on()).outputs[0].token_ids.tolist()
+    assert tokens_of(parts) == whole[: len(tokens_of(parts))]
+
+
+def test_what_a_call_has_at_its_deadline_is_what_it_was_told_where_the_replica_says_no_more(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "ABORT_GRACE_SECONDS", 0.1)
+    engine, parts = serve(token_seconds=0.01), []
+
+    def take(part: Completion) -> None:
+        parts.append(part)
+        if len(tokens_of(parts)) > 3:
+            engine.replicas[0].stall()
+
+    with pytest.raises(GenerationTimeout) as caught:
+        asyncio.run(engine.agenerate([1, 2], {"max_tokens": 10**6}, on_part=take, timeout_seconds=1.0))
+    (partial,) = caught.value.partial
+    assert partial.outputs[0].token_ids.tolist() == tokens_of(parts) != []
+    assert (partial.outputs[0].finish_reason, partial.prompt_token_ids.tolist()) == ("abort", [1, 2])
+    engine.replicas[0].die()

@@ -352,7 +352,7 @@ class Dispatcher:
             self._table.mark_dead(lease.index, str(death), lease.replica)
             raise
         except ValueError as error:
-            released = True
+            released = None  # it lives, and has made nothing that would keep a group to its version
             raise RequestRefusedError(f"request {request.position} was refused: {error}") from error
         except EngineError as error:
             self._table.fail(lease.index, str(error))
@@ -373,7 +373,7 @@ class Dispatcher:
         futures: Sequence[Future[Completion]]
         try:
             if any(request.stream for request in requests):
-                futures = replica.submit(requests, lambda parts: self._loop.call(self._tell, parts))
+                futures = replica.submit(requests, lambda parts: self._loop.call(self._tell, replica, parts))
             else:
                 futures = replica.submit(requests)
         except BaseException as error:
@@ -387,11 +387,14 @@ class Dispatcher:
         for answer, future in zip(answers.values(), futures, strict=True):
             future.add_done_callback(partial(self._take_back, answer))
 
-    def _tell(self, parts: Sequence[Completion]) -> None:
+    def _tell(self, replica: Replica, parts: Sequence[Completion]) -> None:
         """Give callers what their answers gained."""
         for part in parts:
             request = self._open.get(part.request_id)
-            if request is not None and not request.is_over and not request.dropped:
+            if request is None or request.is_over or request.dropped or request.lease is None:
+                continue
+            # another one has the request by now, where a replica is ended as it tells a part
+            if request.lease.replica is replica:
                 request.parts.append(part)
                 request.call.on_part(part)
 

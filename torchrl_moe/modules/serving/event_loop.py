@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from functools import cached_property
 from typing import Any, TypeVar, TypeVarTuple
 
 from torchrl_moe.errors import EngineError
@@ -112,7 +113,6 @@ class _State:
     """The loop, and whether it takes calls."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
         self.process = os.getpid()
         self.lock = threading.RLock()  # a garbage collection may stop the loop in the middle of a call
         self.is_over = False
@@ -120,6 +120,11 @@ class _State:
         self.stops = False  # was asked to
         self.has_thread = False
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself does not keep them alive
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, made at its first use: a fork that ends would close what an unused one of its parent waits with."""
+        return asyncio.new_event_loop()
 
     def spawn(self, coroutine: Coroutine[object, object, T], future: Future[T]) -> None:
         def end(task: asyncio.Task[T]) -> None:
@@ -159,13 +164,16 @@ class _State:
         self.loop.close()
 
     def stop(self) -> None:
+        if self.process != os.getpid():
+            return
         with self.lock:
             self.stops = True
             if not self.is_over and self.runs:
                 self.loop.call_soon_threadsafe(self.loop.stop)
             elif not self.is_over:
                 self.is_over = True
-                self.loop.close()
+                if "loop" in vars(self):  # no thread could be started for it
+                    self.loop.close()
 
 
 def _cancel(future: Future[Any]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request, nothing_yet
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, joined
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.replica_table import GONE, Recovery, ReplicaState, ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.requests import Placement, whole
@@ -121,7 +121,7 @@ class Call:
 
     def partial(self) -> list[Completion]:
         """Return the outcomes in input order; an aborted request has its tokens so far, one that never started none."""
-        return [nothing_yet(one.request) if one.outcome is None else one.outcome for one in self.requests]
+        return [joined(one.request, one.parts) if one.outcome is None else one.outcome for one in self.requests]
 
     def result(self) -> list[Completion]:
         error = self.error
