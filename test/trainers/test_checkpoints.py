@@ -297,6 +297,38 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused(tmp_path: Path) -> None
     assert run_as_ranks(see, tmp_path, False) == [told, told]
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_weights_that_no_gradient_has_reached_are_saved_and_read_and_move_as_if_nothing_was_saved(
+    steps: int, tmp_path: Path
+) -> None:
+    """As those of an indexer, which feeds a top-k only; or all, where each step so far was left out."""
+
+    def begun() -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int, used: int) -> None:
+        for _ in range(steps):
+            sum(layer(torch.ones(2, 3)).sum() for layer in model[:used]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    model, optimizer = begun()
+    train(model, optimizer, steps, used=1)
+    write(TrainedState(model, optimizer), tmp_path / "saved", Ranks())
+    again, of_again = begun()
+    TrainedState(again, of_again).load(tmp_path / "saved", Ranks())
+    for trained in ((model, optimizer), (again, of_again)):
+        train(*trained, 2, used=2)
+    expected, unsaved = begun()
+    train(expected, unsaved, steps, used=1)
+    train(expected, unsaved, 2, used=2)
+    for found in (model, again):
+        assert copied(found).keys() == copied(expected).keys()
+        assert all(torch.equal(weight, copied(expected)[name]) for name, weight in copied(found).items())
+
+
 def write(state: TrainedState, folder: Path, ranks: Ranks) -> None:
     state.write(state.copy(ranks), folder, ranks)
 

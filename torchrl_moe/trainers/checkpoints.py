@@ -72,9 +72,13 @@ class TrainedState:
         All ranks must call. Rank 0's snapshot has packed weights as a whole.
         """
         found: State = {}
+        has_begun = self._optimizer is not None and bool(self._optimizer.state)
         for group, state in self._state().items():
             copies = ((name, _copied(value)) for name, value in state.items())
             found[group] = {name: value for name, value in copies if ranks.is_first or not _is_packed(state[name])}
+        if self._optimizer is not None and not has_begun:  # torch makes a state to show, as if after a step
+            self._optimizer.state.clear()
+            found[OPTIMIZER] = {name: value for name, value in found[OPTIMIZER].items() if not _is_moment(name)}
         return found
 
     @staticmethod
@@ -96,6 +100,14 @@ class TrainedState:
                 what = f"{name.removeprefix(f'{POLICY}.')} is {theirs[name]} there and {shape} here"
                 raise ValueError(f"the checkpoint is of another model: {what}")
         own = self._state()
+        # no gradient had reached these: their optimizer begins
+        begins = {
+            name: torch.zeros_like(value)
+            for name, value in own.get(OPTIMIZER, {}).items()
+            if _is_moment(name) and f"{OPTIMIZER}.{name}" not in saved
+        }
+        for name in begins:
+            del own[OPTIMIZER][name]
         state: State = {
             group: {
                 name: torch.empty(value.shape, dtype=value.dtype) if _is_packed(value) else value
@@ -113,7 +125,12 @@ class TrainedState:
                     value.to_local().copy_(part.to_local())
                     state[group][name] = value
         if self._optimizer is not None:
-            set_optimizer_state_dict(self._model, self._optimizer, state[OPTIMIZER], options=FLAT)
+            set_optimizer_state_dict(self._model, self._optimizer, {**state[OPTIMIZER], **begins}, options=FLAT)
+
+
+def _is_moment(name: str) -> bool:
+    """Whether an entry of a flat optimizer state is of a weight, and not of a group of them."""
+    return name.startswith("state.")
 
 
 def _copied(value: object) -> object:
