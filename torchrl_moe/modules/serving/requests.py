@@ -203,11 +203,12 @@ def _wrong(request: Request, given: Completion, output: CompletionOutput, layout
         return "it has no log-probs, which sampling_params ask for: pass those that it started with"
     if layout is None or not request.return_routed_experts:
         return ""
-    rows = output.routed_experts
+    # a stream tells tokens before their routes: if its replica died, the engine reads again what has none
+    rows, may_lack = output.routed_experts, output.finish_reason == "abort"
     if rows is None:
-        return "it has no routes: pass return_routed_experts=False, as when it started"
+        return "" if may_lack else "it has no routes: pass return_routed_experts=False, as when it started"
     expected = (prompt + tokens - 1, layout.num_layers, layout.top_k)
-    if rows.shape != expected:
+    if rows.shape[1:] != expected[1:] or len(rows) > expected[0] or (len(rows) < expected[0] and not may_lack):
         return f"its routes have shape {list(rows.shape)}, but this engine gives {list(expected)}"
     if rows.dtype.kind not in "ui" or (rows.size and not 0 <= rows.min() <= rows.max() < layout.num_experts):
         held = f"{rows.min()}..{rows.max()}" if rows.size else "none"

@@ -200,14 +200,15 @@ def test_it_continues_from_what_there_was() -> None:
     assert output.resume == "forced"
 
 
-def test_what_had_no_routes_and_log_probs_continues_without() -> None:
+def test_what_had_no_log_probs_continues_without_and_rows_that_it_lacks_are_those_that_are_read_again() -> None:
     one = growing(logprobs=0)
     one.go_on_from(given(routed_experts=None, logprobs=None, kept=None))
     one.note_read()
     assert one.rows_to_follow() is None
     one.add_rows(np.array([row(0, 1)] * 5, np.int16))
     output = grow(one, [98]).output(True)
-    assert output.routed_experts is output.logprobs is output.kept is None
+    assert output.logprobs is output.kept is None
+    assert output.routed_experts.tolist() == [[[0, 0], [0, 1]]] * 5
     assert (output.resume, len(output.token_ids)) == ("live", 3)
     with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
         growing(index=3, max_tokens=2).go_on_from(given())

@@ -276,9 +276,8 @@ class Answer:
             self._log_probs = None
         else:
             self._log_probs = given.logprobs.tolist()
-        if given.routed_experts is None or self._layout is None:
-            self._rows = None
-        else:
+        # those that it lacks come when its tokens are read again
+        if given.routed_experts is not None and self._layout is not None:
             self._rows = [rows_of_answer(given.routed_experts, self._layout)]
             self._rows_held = len(given.routed_experts)
 
@@ -292,7 +291,7 @@ class Answer:
     def note_read(self) -> None:
         """Note that all of its tokens are read: for the first time if it has none of its own, else again."""
         if self.tokens:
-            live = self.how == "live" or not self._rows or self._resume == "live"
+            live = self.how == "live" or self._rows_held < len(self.ids) - 1 or self._resume == "live"
             self._resume = "live" if live else "forced"
 
     def add_rows(self, rows: Rows) -> None:

@@ -150,7 +150,7 @@ def _read(
 
     # vLLM has looked through the rest by itself, unless it began inside a character
     last_start = None if inside else len(first.text)
-    floor = len(text(max(params.min_tokens - len(before), 0)))
+    floor = len(text(max(params.min_tokens - len(before), 0)).rstrip(HALF))
     found = partial(_first_match, stops=stops, begun=len(first.text), floor=floor, last_start=last_start)
     # the fewest tokens whose text has a stop string: once there, it stays there
     count = bisect_left(range(len(after) + 1), True, key=lambda count: found(text(count)) is not None)
