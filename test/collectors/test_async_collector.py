@@ -118,6 +118,17 @@ def test_answers_of_a_group_have_seeds_of_their_own(collect: Collect, engine: Fa
     assert sorted(request.sampling_params["seed"] for request in submitted(engine)) == [5, 6, 7, 8, 9, 10]
 
 
+def test_and_so_have_the_turns_of_each(engine: FakeAsyncVLLM, collect: Collect) -> None:
+    async def twice(data: Any, ask: Any) -> float:
+        first, second = await ask(data["query"]), await ask(data["query"])
+        return float(first["text"].response != second["text"].response)
+
+    policy = policy_of(engine, input_mode="text").get_new_version(generate_kwargs={"max_new_tokens": 6, "seed": 5})
+    batch = next(iter(collect(twice, policy=policy, groups_per_batch=1, max_staleness=0)))
+    assert [float(row["next", "reward"]) for row in batch][1::2] == [1.0, 1.0]
+    assert len({request.sampling_params["seed"] for request in submitted(engine)}) == 4
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 ENDLESS = r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"
 DROPPED = r"8 groups were dropped .* group_filter rejects them"

@@ -203,6 +203,19 @@ def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     assert (got[:left], len(got)) == (expected[:left], 6)
 
 
+def test_data_that_can_be_read_once_are_not_read_again_by_what_saw_their_end() -> None:
+    def once() -> PromptStream:
+        return PromptStream(iter([{"query": "a"}, {"query": "b"}]))
+
+    stream, again = once(), once()
+    assert read(stream, 2) == ["a", "b"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the dataloader yields nothing"):
+            next(stream)
+        again.load_state_dict(stream.state_dict())
+        stream, again = again, once()
+
+
 @pytest.mark.parametrize(
     ("rows", "under_way", "expected"),
     [("abcd", [2, 0], [(0, "a"), (2, "c"), (3, "d")]), ("ab", [0], [(0, "a"), (3, "b")])],

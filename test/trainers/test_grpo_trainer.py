@@ -272,6 +272,14 @@ def test_updates_that_the_engine_lacks_count_as_age_and_the_last_one_reaches_it(
     assert [version - found[0] for version in found] == [0, 0, 1, 1, 2]
 
 
+def test_weights_that_the_engine_lacks_have_a_version_of_their_own_in_a_checkpoint(start: Make) -> None:
+    """A resumed run gives them to the engine at once."""
+    with start(5, {"engine.sync_every": 2}) as trainer:
+        for lacks in (0, 1, 0):
+            assert trainer.state_dict()["version"] == trainer.rollout_engine.version + lacks
+            trainer.step()
+
+
 def test_after_a_ctrl_c_another_trainer_continues(start: Make, trained: Make, fleet: FakeFleet, tmp_path: Path) -> None:
     fleet.generate("hi", {"max_tokens": 1}, use_tqdm=False)  # starts its thread, which stays
     before = {"tqdm_monitor", *(thread.name for thread in threading.enumerate())}
@@ -290,12 +298,16 @@ def test_after_a_ctrl_c_another_trainer_continues(start: Make, trained: Make, fl
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [0, 1, 2]
 
 
-def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step(start: Make) -> None:
-    with start(6, {"checkpoint.every": 100}) as trainer:
+def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step_and_waits_for_no_evaluation(
+    start: Make, monkeypatch: MonkeyPatch
+) -> None:
+    evaluated = []
+    with start(6, {"checkpoint.every": 100, "eval.every": 1}, held_out=[{"prompt": "1+1="}]) as trainer:
+        monkeypatch.setattr(trainer, "evaluate", lambda: evaluated.append(trainer.steps_done) or 1.0)
         trainer.register_op("batch_process", lambda batch: trainer.steps_done == 1 and signal.raise_signal(2))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        assert trainer.steps_done == 2
+        assert trainer.steps_done == 2 and evaluated == [0, 1]
     with start(6, {"resume": True}) as again:
         assert again.steps_done == 2
 

@@ -23,7 +23,7 @@ from torchrl_moe import objectives
 from torchrl_moe.errors import DivergedError
 from torchrl_moe.modules import TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.scoring_model import ScoringModel
-from torchrl_moe.objectives import GRPOLoss
+from torchrl_moe.objectives import GRPOLoss, MoERouterLoss
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.trainers import learner as learner_module
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, LossConfig, ModelConfig, OptimConfig
@@ -212,6 +212,8 @@ def test_each_epoch_has_every_sample_once_in_another_order_on_ranks_that_see_the
     assert first != second
     torch.manual_seed(5)
     assert epoch(3, 7, Others()) == shared
+    for own, others in ((4, 3), (3, 4)):  # as many steps as the rank with fewest samples can make
+        assert len(epoch(4, own, Others(others))) == 3
 
 
 # -- steps, most of them on a model of bigrams ------------------------------------------------------------------------
@@ -502,6 +504,23 @@ def test_a_second_engine_scores_the_reference(monkeypatch: MonkeyPatch) -> None:
     end()
     with pytest.raises(RuntimeError):
         reference.model.generate("after the end", use_tqdm=False)
+
+
+def test_totals_of_an_earlier_minibatch_are_not_those_of_a_later_one_with_the_same_answers() -> None:
+    actor = actor_of("none")
+    router_loss = MoERouterLoss(actor, top_k=4, load_balancing_coeff=1.0, z_coeff=1.0)
+    loss = GRPOLoss(actor, entropy_bonus=False, router_loss=router_loss)
+    batch = rollouts_of(actor)
+    stepper = stepper_of(loss, max_tokens=max(len(row["tokens", "full"]) for row in batch))
+
+    def gradients() -> list[Tensor]:
+        actor.model.zero_grad()
+        stepper.accumulate(batch[[0]])  # a part, which needs no totals
+        return [weight.grad.clone() for weight in actor.model.parameters() if weight.grad is not None]
+
+    fresh = gradients()
+    stepper.accumulate(batch)  # several
+    assert all(torch.equal(one, other) for one, other in zip(gradients(), fresh, strict=True))
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ from pytest import LogCaptureFixture, MonkeyPatch
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase
+from torchrl.envs.llm import DatasetChatEnv
 from torchrl.modules.llm.policies import ChatHistory
 
-from support.collecting import TOKENIZER, chat, policy_of
+from support.collecting import TOKENIZER, Questions, chat, policy_of
 from support.data_sets import FakeDataset, FakeDatasetDict
+from support.services import submitted
 from support.training import fake_config, fake_fleet, fake_model, fake_run
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
@@ -390,7 +392,10 @@ def test_an_environment_holds_nothing_out_and_another_may_be_evaluated_on(engine
     with pytest.raises(ConfigError, match=r"data\.held_out=5: an environment, .* set it to 0"):
         of(DataConfig(held_out=5), env=env)
     assert of(DataConfig(held_out=5), EvalConfig(every=0), env=env).held_out == 0  # nobody asks for them
-    assert of(DataConfig(held_out=5), EvalConfig(prompts=7), env=env, held_out=chat(1)).held_out == 7
+    with pytest.raises(ConfigError, match=r"held_out: there is no data"):
+        of(env=env, held_out=chat(1))
+    asks = DatasetChatEnv.from_dataloader(Questions(9), repeats=1, batch_size=(1,), tokenizer=TOKENIZER)
+    assert of(DataConfig(held_out=5), EvalConfig(prompts=7), env=env, held_out=asks).held_out == 7
 
 
 def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:
@@ -475,8 +480,13 @@ def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
     source = of(DataConfig(source="countdown", arguments={"num_count": 3}), EvalConfig(prompts=4))
     assert isinstance(source.env, EnvBase)
     policy = policy_of(engine)
-    assert source.evaluate(policy) is not None
-    assert source.evaluate(policy) is not None  # as often as the run asks
+    before = torch.get_rng_state()
+    asked = []
+    for _ in range(2):  # as often as the run asks: the same questions, and nothing of training's random numbers
+        assert source.evaluate(policy) is not None
+        asked.append(sorted(map(str, (request.prompt_token_ids for request in submitted(engine)[-4:]))))
+    assert asked[0] == asked[1] and len({*asked[0]}) == 4
+    assert torch.equal(torch.get_rng_state(), before)
     collector = AsyncLLMCollector(source.env, policy=policy, group_size=3, groups_per_batch=2)
     try:
         batch = next(iter(collector))

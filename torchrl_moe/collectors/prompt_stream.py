@@ -83,14 +83,16 @@ class PromptStream:
         raise ValueError("the dataloader yields nothing")
 
     def _next_batch(self) -> object:
+        begins = None
         if self._iterator is None:
             # an epoch is shuffled as it begins: with this state it can be read again
-            self._epoch_position = self.position
-            self._epoch_rng = _rng(self._dataloader).get_state()
+            begins = _rng(self._dataloader).get_state()
             self._iterator = iter(self._dataloader)
         batch = next(self._iterator, None)
         if batch is None:
             self._iterator = None
+        elif begins is not None:  # data that can be read once have no further epoch, and stay at the end of this one
+            self._epoch_position, self._epoch_rng = self.position, begins
         return batch
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -109,7 +111,8 @@ class PromptStream:
         """Continue where another stream of the same data stopped; the current epoch is read again up to there."""
         self._rows.clear()
         self._iterator = None
-        self.position = state["epoch_position"]
+        self.position = self._epoch_position = state["epoch_position"]
+        self._epoch_rng = state["epoch_rng"]
         # a dataloader cannot seek: shuffle as then, and read up to the position
         rng = _rng(self._dataloader)
         before = rng.get_state()

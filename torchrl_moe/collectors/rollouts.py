@@ -540,6 +540,7 @@ class Rollouts:
         # its own seed, since all answers of a group would be the same; vLLM's -1 means no seed, as None does
         if params.get("seed") not in (None, -1):
             seed = params["seed"] + position * self._settings.group_size + sample
+            seed += len(group.turns.get(sample, ())) << 32  # beyond those of other answers
             asked = {**asked, "sampling_params": SamplingParameters({**params, "seed": seed})}
         # its own names, and, after a restore, the tokens that it had
         turn, arguments = group.ask(sample, f"{self._name}-{position}-{sample}", asked, self.version)

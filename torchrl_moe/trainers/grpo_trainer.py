@@ -560,7 +560,8 @@ class MoEGRPOTrainer(RunReports):
         self.progress.show(row)
         if _is_due(self.steps_done, self.config.log.plot_every):
             self.draw()
-        self.evaluation.begin(self.steps_done, not self._unsynced)
+        if not self._is_interrupted:
+            self.evaluation.begin(self.steps_done, not self._unsynced)
 
     # -- a run
 
@@ -606,7 +607,8 @@ class MoEGRPOTrainer(RunReports):
         every = self.config.checkpoint.every
         if not ((force_save and every) or _is_due(self.steps_done, every)):
             return
-        self.evaluation.wait()  # it rates the weights that are saved
+        if not self._is_interrupted:  # then the time is for the checkpoint
+            self.evaluation.wait()  # it rates the weights that are saved
         # the score that selects the best checkpoint: weights that were not evaluated are never the best
         if self.source.held_out and self.config.eval.every:
             score = self.evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
@@ -621,7 +623,9 @@ class MoEGRPOTrainer(RunReports):
 
     def state_dict(self) -> dict[str, int]:
         """Return the run's position; weights, optimizer and collector are separate components."""
-        return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
+        # a resumed run gives the engine these weights, also where it had none of the last updates: another version
+        version = self.rollout_engine.version + bool(self._unsynced)
+        return {"step": self.steps_done, "tokens": self.trained_tokens, "version": version}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Restore the run's position."""

@@ -124,7 +124,8 @@ def minibatches(batch: TensorDictBase, count: int, ranks: Ranks | None = None) -
     # rank 0's seed for all: ranks of a tensor-parallel group must step on the same samples
     seed = (ranks or Ranks()).from_first(int(torch.randint(1 << 62, ())), "minibatches")
     drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    for part in drawn.tensor_split(min(count, len(batch))):
+    count = min((ranks or Ranks()).gather(min(count, len(batch))))  # as many steps on each rank
+    for part in drawn.tensor_split(count):
         yield batch[part.tolist()]
 
 
@@ -226,6 +227,9 @@ class TokenStepper:
                 numbers.update(router_loss.totals(parts))
                 if idle:
                     router_loss.totals(idle)
+        elif router_loss is not None:  # its rows may have those of a minibatch of an earlier epoch
+            keys = router_loss.tensor_keys
+            batch.exclude(keys.expert_counts, keys.num_router_sequences, inplace=True)
         for key, number in self.ranks.sum(numbers).items():
             value = torch.as_tensor(number)
             batch.set(key, value.expand(*batch.batch_size, *value.shape))

@@ -23,7 +23,8 @@ from torchrl.envs import EnvBase
 
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
 from torchrl_moe.collectors.environments import MAX_TURNS, gather
-from torchrl_moe.collectors.workflow import Ask, EnvLike, finite, is_episode_function, number_of
+from torchrl_moe.collectors.prompt_stream import PromptStream
+from torchrl_moe.collectors.workflow import Ask, EnvLike, finite, is_episode_function, number_of, source_of
 from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.modules.policies.prompts import (
     Chat,
@@ -465,6 +466,14 @@ class RolloutSource:
             )
         self.env, self.held_out_env = env, held_out
         self.held_out = 0 if held_out is None else self._config.eval.prompts
+        if held_out is not None and self._config.eval.every:
+            # read once: each evaluation asks the same, and draws nothing from a generator that training uses
+            try:
+                stream = PromptStream(source_of(held_out, None, 1).dataloader)
+                questions = [prompt.data for prompt in itertools.islice(stream, self.held_out)]
+            except ValueError as error:  # it has no data
+                raise ConfigError.of("held_out", error) from error
+            self.held_out_loader = lambda: [question.clone() for question in questions]
 
     def _make_episode(self, tokenizer: Tokenizer) -> None:
         data = self._config.data
