@@ -35,7 +35,7 @@ from torchrl_moe.modules.serving.replica_table import (
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 CALL_SECONDS = 60.0
-PARTS = frozenset({"weights", "kv_cache"})  # of an engine that sleeps, by vLLM's names
+TAGS = frozenset({"weights", "kv_cache"})  # vLLM's, of what sleeps
 TICK_SECONDS = 0.5
 GATHER_SECONDS = 0.02  # so that many changes are handled in one pass
 WORDS_SECONDS = 1.0  # for a replica that died to report why
@@ -237,7 +237,7 @@ class Fleet:
         self._adding = threading.Lock()
         self._pausing = threading.Lock()
         self._paused = False  # by the user
-        self._asleep: frozenset[str] = frozenset()  # parts of an engine, the same
+        self._asleep: frozenset[str] = frozenset()  # tags, the same
         self.is_frozen = False
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -667,7 +667,7 @@ class Fleet:
             self.table.changed.notify_all()
 
     def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
-        before = self._note_sleep(PARTS)
+        before = self._note_sleep(TAGS)
         try:
             self.on_all(lambda replica: replica.call(Engine.sleep, seconds, level, mode))
             self._freeze(True)
@@ -680,7 +680,7 @@ class Fleet:
         self._forget_prefixes()
 
     def wake_up(self, tags: Sequence[str] | None, seconds: float) -> None:
-        before = self._note_sleep(self._asleep.difference(PARTS if tags is None else tags))
+        before = self._note_sleep(self._asleep.difference(TAGS if tags is None else tags))
         try:
             self.on_all(lambda replica: replica.call(Engine.wake_up, seconds, tags))
         except BaseException:
@@ -688,10 +688,10 @@ class Fleet:
             raise
         self._freeze(self._paused or bool(self._asleep))
 
-    def _note_sleep(self, parts: frozenset[str]) -> frozenset[str]:
+    def _note_sleep(self, tags: frozenset[str]) -> frozenset[str]:
         """Store what is to sleep before the replicas are told; return what did."""
         with self._pausing:
-            before, self._asleep = self._asleep, parts
+            before, self._asleep = self._asleep, tags
             return before
 
     def _check_awake(self, what: str) -> None:
@@ -708,7 +708,7 @@ class Fleet:
                 replica.call(Engine.pause, CALL_SECONDS, "keep", False)
             if self._asleep:  # level 2 would drop the weights that it just loaded
                 replica.call(Engine.sleep, CALL_SECONDS, 1, "keep")
-                if awake := sorted(PARTS - self._asleep):
+                if awake := sorted(TAGS - self._asleep):
                     replica.call(Engine.wake_up, CALL_SECONDS, awake)
             with self.table.lock:
                 is_starting = entry.state is ReplicaState.STARTING
