@@ -14,9 +14,10 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from support.gradients import checkpoint_activations
 from support.rollouts import PAD, VOCABULARY, BigramActor, dense, ragged, samples, total
 from support.routes import random_routes
-from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.modules import TransformersWrapper, freeze_routers
 from torchrl_moe.objectives import GRPOLoss, GSPOLoss, MoERouterLoss, MoERouterLossOutput
 from torchrl_moe.objectives import load_balancing as balance
 from torchrl_moe.testing import make_tiny_moe
@@ -240,6 +241,25 @@ def test_two_micro_batches_run_two_forward_passes_of_the_body() -> None:
     router_loss.set_keys(attention_mask="attended")
     with pytest.raises(ValueError, match="the tensordict has no 'attended'"):
         other(td)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["routers train", "layers before them train"])
+def test_router_logits_that_checkpointing_cut_from_the_graph_are_refused(frozen: bool) -> None:
+    actor, td = real_batch()
+    actor.model.train().enable_input_require_grads()
+    if frozen:
+        freeze_routers(actor.model)
+    loss = GRPOLoss(actor, router_loss=MoERouterLoss(actor, top_k=4))
+    wanted = total(loss(td))
+    checkpoint_activations(actor.model, use_reentrant=True)
+    for one in (loss, loss.router_loss):
+        with pytest.raises(ValueError, match=r"router logits of layer \d have no gradient.*use_reentrant=False"):
+            one(td)
+    with torch.no_grad():
+        torch.testing.assert_close(total(loss(td)), wanted.detach())
+    checkpoint_activations(actor.model, use_reentrant=False)
+    of = [p for p in actor.model.parameters() if p.requires_grad]
+    torch.testing.assert_close(torch.autograd.grad(total(loss(td)), of), torch.autograd.grad(wanted, of))
 
 
 def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> None:

@@ -159,6 +159,31 @@ def test_a_trainer_that_was_restarted_counts_on_from_its_directory(tmp_path: Pat
     assert engine.versions == [3, 3]
 
 
+def test_versions_of_a_directory_that_began_again_are_refused_until_they_are_newer(tmp_path: Path) -> None:
+    folder, engine = tmp_path / "weights", FakeFleet(2)
+    receiver = VLLMDoubleBufferSyncScheme(folder).create_receiver(engine)
+    sender = VLLMDoubleBufferSyncScheme(folder).create_sender()
+    for number in (1, 2):
+        sender.publish(weights(number))
+        assert receiver.poll_and_apply()
+    sender.shutdown()
+    shutil.rmtree(folder)
+    assert not receiver.poll_and_apply()
+    sender = VLLMDoubleBufferSyncScheme(folder).create_sender()
+    for number, words in ((1, ""), (2, ", with other weights")):
+        assert sender.publish(weights(10 * number)) == number
+        engine.restart(1)
+        for ask in (receiver.poll_and_apply, lambda: receiver.bring(1)):
+            with pytest.raises(WeightSyncError, match=f"weights is {number}{words}, and the replicas hold version 2"):
+                ask()
+    assert (values(engine), engine.states) == ([2.0, None], ["SERVING", "STARTING"])
+    sender.publish(weights(30))
+    receiver.bring(1)
+    assert receiver.poll_and_apply()
+    assert (values(engine), engine.versions) == ([30.0, 30.0], [3, 3])
+    sender.shutdown()
+
+
 def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tmp_path: Path) -> None:
     engine, scheme = FakeFleet(3), VLLMDoubleBufferSyncScheme(tmp_path)
     sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from support.weights import THIS_DRIVER, Connect, Fleet, value_in, values, weights
+from support.weights import THIS_DRIVER, Connect, Fleet, always, value_in, values, weights
 from torchrl_moe.errors import WeightsOwnedError, WeightSyncError
-from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica
+from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme
 
 OTHER = "process 7 on elsewhere"
@@ -54,6 +54,38 @@ def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(fleet:
     sender.init_all_workers_group(None, vllm_engine=engine, takeover=True)
     assert sender.update_weights(weights(3)).failed == {}
     assert values(engine) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("then", ["published", "refused"])
+def test_a_restarted_replica_never_gets_what_another_sender_has_replaced(connect: Connect, then: str) -> None:
+    engine = FakeFleet(2)
+    first = connect(engine)
+    first.update_weights(weights(1))
+    if then == "published":
+        assert first.publish(weights(2)) == 2
+        engine.restart(0)
+        first.bring(0)
+        assert values(engine) == [1.0, 1.0]  # nobody has the second one yet
+    else:
+        for fake in engine.fakes:
+            fake.fail["swap_weights"] = always(SoftError("not these"))
+        with pytest.raises(WeightSyncError):
+            first.update_weights(weights(2))
+        for index in range(2):
+            engine.restart(index)
+            first.bring(index)
+    second = connect(engine)
+    assert second.update_weights(weights(30)).version == 2
+    second.shutdown()
+    first.init_all_workers_group(None, vllm_engine=engine)
+    engine.restart(0)
+    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
+        first.bring(0)
+    with pytest.raises(WeightSyncError, match=r"version 2 is not the one published last \(none\)"):
+        first.apply(2)
+    assert first.update_weights(weights(3)).version == 3
+    first.bring(0)
+    assert (engine.versions, values(engine)) == ([3, 3], [3.0, 3.0])
 
 
 def test_a_receiver_of_a_directory_claims_too_and_again_once_who_took_its_replicas_has_left(tmp_path: Path) -> None:

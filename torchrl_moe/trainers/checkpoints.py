@@ -101,7 +101,7 @@ class TrainedState:
                 raise ValueError(f"the checkpoint is of another model: {what}")
         own = self._state()
         # no gradient had reached these: their optimizer begins
-        begins = {
+        begins: dict[str, Any] = {
             name: torch.zeros_like(value)
             for name, value in own.get(OPTIMIZER, {}).items()
             if _is_moment(name) and f"{OPTIMIZER}.{name}" not in saved

@@ -124,7 +124,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         self._swap = RollingSwap(self._engine, MemmapTransport(folder), options.staging, options.swapping)
         self._lock = threading.Condition()
         self.report: SyncReport | None = None
-        self._served: int | None = None  # the last version that a replica took
+        self._served: Published | None = None  # the last version that a replica took
         self._refused: int | None = None  # the last one that none could read
         if self._engine.weight_sync is None:  # a sender with the engine does this itself
             self._engine.register_weight_sync(self.bring)
@@ -139,11 +139,12 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             Whether there was one. :attr:`report` has the details.
 
         Raises:
-            WeightSyncError: fewer than nine of ten replicas hold it.
+            WeightSyncError: fewer than nine of ten replicas hold it; or the replicas hold a newer version than the
+                directory, or another one of the same number, as after a trainer that began again in an empty directory.
         """
         del timeout
         with self._lock:
-            newest = self._store.newest() or 0
+            newest = self._newest() or 0
             late = [e.index for e in self._engine.replica_table if waits_for_update(e) and e.version < newest]
             if not late:
                 return False
@@ -159,10 +160,11 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         If that is damaged, or not the engine's tensors, it gets the last one that a replica took.
 
         Raises:
-            WeightSyncError: it does not hold the version, or others hold one and the directory has none any more.
+            WeightSyncError: it does not hold the version, or others hold one and the directory has none any more, or
+                began again, see :meth:`poll_and_apply`.
         """
         with self._lock:
-            newest = self._store.newest()
+            newest = self._newest()
             if newest is None:
                 if self._engine.replica_table.latest_version:
                     raise WeightSyncError(f"{self._store.folder} has no version any more: send the weights again")
@@ -170,7 +172,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
                 return
             # what no replica could read is not asked of this one too
             if newest == self._refused and self._served is not None:
-                newest = self._served
+                newest = self._served.version
             if failed := self._apply(newest, [index]).failed:
                 raise WeightSyncError(f"replica {index} was not brought to version {newest}: {failed[index]}")
 
@@ -183,8 +185,25 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             self._refused = before if before != version else None
         report = published.report(self._swap.swap(published, staged, indices))
         if len(report.failed) < len(report.replicas):
-            self._served = version
+            self._served = published
         return report
+
+    def _newest(self) -> int | None:
+        """Return the directory's newest version; refuse one whose number says nothing about what replicas hold."""
+        newest, held, served = self._store.newest(), self._engine.replica_table.latest_version, self._served
+        if newest is None or newest > held:
+            return newest
+        is_other = False
+        if served is not None and served.version == newest == held:
+            is_other = self._store.manifest(newest).digest != served.digest
+        if newest < held or is_other:
+            raise WeightSyncError(
+                f"the newest version in {self._store.folder} is {newest}{', with other weights' * is_other}, and the "
+                f"replicas hold version {held}: the directory was emptied, or the engine had weights from elsewhere. "
+                "Start the trainer in a directory that has its versions, so that numbers continue, or restart the "
+                "engine"
+            )
+        return newest
 
     def apply_weights(self, weights: Mapping[str, Tensor] | None = None, inplace: bool = True) -> None:
         """Do the same as :meth:`poll_and_apply`; ``weights`` must be those of the version.

@@ -100,7 +100,7 @@ class VLLMWeightSender:
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._served: Published | None = None  # the last version that a replica has held
-        self._failed: Published | None = None  # the last version, if replicas refused it and none holds it
+        self._good: Published | None = None  # applied last, or if replicas refused that and none holds it, served
         self._pending: Future[Published] | None = None
         self._asked_at: dict[int, float] = {}  # replica -> when it was asked to fetch, after the start of publishing
         self._collectors: list[weakref.ref[CountsUpdates]] = []
@@ -178,13 +178,17 @@ class VLLMWeightSender:
                 raise
             # nothing can fail any more: the former engine is released, and this one takes its place
             self._publisher.expect(expected, dtype)
-            self._release_engine(to_itself=self._swap is not None and self._swap.engine is engine)
+            had_it = self._swap is not None and self._swap.engine is engine
+            self._release_engine(to_itself=had_it)
             self._swap = swap
             # numbers only rise, also after those of another driver
-            self.version = max(self.version, engine.replica_table.latest_version)
-            # what this sender published last is not what the engine has
-            if self._published is not None and self._published.version != self.version:
-                self._published = None  # the engine has had newer weights from another sender
+            latest = engine.replica_table.latest_version
+            self.version = max(self.version, latest)
+            own = self._served.version if had_it and self._served is not None else 0
+            if latest != own:  # another sender applied that, perhaps under the number of a version of this one
+                self._served = self._good = None
+                if self._published is not None and self._published.version <= latest:
+                    self._published = None
             # from here on restarted replicas get their weights from this sender
             engine.register_weight_sync(self.bring, self.update_weights)
 
@@ -375,14 +379,13 @@ class VLLMWeightSender:
     def _apply(
         self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int], progress: bool = False
     ) -> SyncReport:
-        swap = self._ready()
+        swap, self._good = self._ready(), published
         outcomes = swap.swap(published, staged, indices, progress)
         if any(outcome.error is None for outcome in outcomes):
             self._served = published
             self._publisher.protect(published.version)
-            self._failed = None if published is self._published else self._failed
-        elif any(outcome.rejected for outcome in outcomes) and self._served is not published:
-            self._failed = published
+        elif any(outcome.rejected for outcome in outcomes):
+            self._good = self._served
         return published.report(replace(one, asked_at=self._asked_at.get(one.replica, 0.0)) for one in outcomes)
 
     def report_published(self) -> SyncReport:
@@ -390,7 +393,7 @@ class VLLMWeightSender:
         return self._newest(self.version).report()
 
     def bring(self, index: int) -> None:
-        """Bring a STARTING replica, such as a restarted one, to the version published last and to SERVING.
+        """Bring a STARTING replica, such as a restarted one, to the version applied last and to SERVING.
 
         If no replica could hold that version, it gets the last one that some did, or keeps the checkpoint's weights.
 
@@ -399,9 +402,7 @@ class VLLMWeightSender:
         """
         with self._lock:
             swap = self._ready()
-            if self._pending is not None and self._pending.exception() is None:  # its error is for the trainer's thread
-                self.wait_published()
-            good = self._published if self._failed is None else self._served
+            good = self._good
             if good is None:
                 if swap.engine.replica_table.latest_version:
                     raise WeightSyncError("nothing was published since the engine got this sender: update the weights")

@@ -19,7 +19,7 @@ from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch, read_routes
 from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.objectives.batch import TokenReader
-from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 TOKENS, ROUTES = ("tokens", "full"), ("routed_experts", "full")
 MASK, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -97,6 +97,28 @@ def test_log_probs_are_the_same_in_every_layout(family: str) -> None:
             got = log_probs[read_batch(td, TOKENS, MASK).scored]
             torch.testing.assert_close(got, torch.cat(alone), atol=1e-6, rtol=1e-6, msg=name)
             assert td["routing", "fallback"].tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize("ends_turns", [False, True], ids=["pads only pad", "they end turns too"])
+def test_pads_without_a_mask_are_found_in_every_layout(ends_turns: bool) -> None:
+    tokenizer = ByteTokenizer()
+    if ends_turns:
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    tokens = torch.tensor([[pad, pad, 7, 8, 9], [3, 4, 5, pad, pad], [9, 8, 7, 6, 5], [pad, 1, 2, pad, pad]])
+    mask = tokens != pad
+    mask[[1, 3], 3] = ends_turns
+    scorer = TransformersWrapper(make_tiny_moe(), tokenizer=tokenizer, replay="none")
+    batch = TensorDict({TOKENS: tokens}, batch_size=[4])
+    with torch.no_grad():
+        wanted = scorer.score(TensorDict({TOKENS: tokens, MASK: mask}, batch_size=[4]), entropy=False)[0]
+        for width in (None, 8):
+            one = scorer.get_new_version(pad_model_input=width)
+            for td in (batch, lazy_stack(list(batch.unbind(0)))):
+                torch.testing.assert_close(one.score(td, entropy=False)[0], wanted, atol=1e-6, rtol=1e-6)
+        square = scorer(batch.view(2, 2))
+    got = torch.stack([square[i][k]["log_probs", "full"] for i in range(2) for k in range(2)])
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
 
 
 def test_samples_of_two_dtypes_keep_their_ids() -> None:

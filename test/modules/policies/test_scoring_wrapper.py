@@ -182,19 +182,31 @@ def test_what_cannot_have_been_drawn_is_named(actor: TransformersWrapper, td: Te
             ask(LAYOUTS[layout](greedy))
     outside[0][FULL][-1] = (outside[0][FULL][-1] + 7) % 250
     outside[0][KEPT].sizes[-1] = outside[0][KEPT].sizes[-1].abs()  # whichever it was: the words that are named
-    with pytest.raises(ValueError, match="is not among the ids that kept gives this row"):
-        actor.score(LAYOUTS[layout](outside))
+    for scorer in (actor, actor.get_new_version(pad_model_input=64)):
+        with pytest.raises(ValueError, match="is not among the ids that kept gives this row"):
+            scorer.score(LAYOUTS[layout](outside))
     cut[0][KEPT] = cut[0][KEPT].truncate(3)
     if layout == "ragged":  # others could not be padded
         with pytest.raises(ValueError, match=r"^\('sampling', 'kept'\) of sample 0 is for 3 tokens, and there are \d+"):
             actor.score(cut)
 
 
+def test_a_scaled_loss_has_its_gradients_from_dense_logits_too(td: TensorDictBase) -> None:
+    """As float16 scales it; those of excluded words were NaN."""
+    found = []
+    for width in (None, 64):
+        actor = TransformersWrapper(make_tiny_moe(), tokenizer=ByteTokenizer(), pad_model_input=width)
+        log_probs, entropy, _ = actor.score(truncated(td.clone()))
+        (2**16 * (log_probs + entropy).sum()).backward()
+        found.append({name: grad / 2**16 for name, grad in gradients(actor.model).items()})
+    assert_same(*found, atol=1e-5)
+
+
 def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td: TensorDictBase) -> None:
     batch = truncated(td)
     scores = actor.score(batch)[0].detach()
     torch.testing.assert_close(actor.reference(replay=True).score(batch)[0], scores)
-    log_probs, entropy, _ = actor.score(batch.exclude("masks"), entropy=False)  # without a mask all tokens are real
+    log_probs, entropy, _ = actor.score(batch.exclude("masks"), entropy=False)  # without a mask pads are looked for
     assert entropy is None and torch.equal(log_probs, scores)
     with pytest.raises(ValueError, match="this one is trained"):
         actor.reference(model=actor.model)

@@ -218,6 +218,21 @@ def test_they_are_of_now_and_one_that_was_merged_already_counts_once() -> None:
 
 
 @takes_adapters
+def test_a_module_that_adapters_save_is_that_of_the_active_one() -> None:
+    kinds = {"a": {"modules_to_save": ["lm_head"]}, "b": {"modules_to_save": ["lm_head"]}, "c": {}}
+    configs = {name: LoraConfig(r=2, target_modules=["q_proj"], **kind) for name, kind in kinds.items()}
+    model: Any = peft.get_peft_model(make_tiny_moe(), configs["a"], adapter_name="a")
+    for name in "bc":
+        model.add_adapter(name, configs[name])
+    head = model.base_model.model.lm_head
+    nn.init.zeros_(head.modules_to_save["a"].weight)
+    nn.init.ones_(head.modules_to_save["b"].weight)
+    weights = ModelWeights(model)
+    for name, wanted in {**head.modules_to_save, "c": head.original_module, "a": head.modules_to_save["a"]}.items():
+        model.set_adapter(name)
+        assert torch.equal(dict(weights.tensors())["lm_head.weight"], wanted.weight)
+
+
 def test_adapters_added_without_a_wrapper_count_too() -> None:
     model = make_tiny_moe()
     plain = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}

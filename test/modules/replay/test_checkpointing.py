@@ -74,6 +74,20 @@ def test_a_recorded_or_plain_forward_is_recomputed_on_its_own_routes(reentrant: 
     assert before is None or torch.equal(recording.routed_experts, before)
 
 
+@REENTRANT
+def test_layers_may_be_checkpointed_after_a_context_and_run_outside_of_one(reentrant: bool) -> None:
+    model, replay = pair()
+    loss_of(model.train()(BATCHES[0]).logits).backward()
+    wanted = gradients(model)
+    with torch.no_grad():
+        loss(model, replay, BATCHES[1], random_routes(replay))
+    checkpoint_layers(model, reentrant)
+    value = loss_of(model(BATCHES[0]).logits)
+    loss(model, replay, BATCHES[1], random_routes(replay))
+    value.backward()
+    assert_same(gradients(model), wanted)
+
+
 KEPT = {torch.ops.aten.mm.default, torch.ops.aten.topk.default, torch.ops.aten.sort.default}
 
 

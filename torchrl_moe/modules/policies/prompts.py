@@ -480,6 +480,10 @@ class PolicyWrapper(LLMWrapperBase):
         pad: int | None = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
 
+    @property
+    def _pad_ends_turns(self) -> bool:
+        return self._pad == getattr(self.tokenizer, "eos_token_id", None)
+
     def _template(self, tools: object = None) -> str | None:
         """Return the chat template to render with, see :func:`template_of`."""
         return template_of(self.tokenizer, self.chat_template, self.chat_template_name, tools)

@@ -232,7 +232,11 @@ def token_scores(
         logits = logits.masked_fill(~kept, torch.finfo(logits.dtype).min)  # not -inf: its product with 0 is NaN
     log_probs = log_softmax(logits, -1)
     chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
-    return chosen, -(log_probs.exp() * log_probs).sum(-1) if entropy else None
+    if not entropy:
+        return chosen, None
+    # the log-prob of an excluded id is so large that its product with a gradient above 1 overflows
+    logs = log_probs if kept is None else log_probs.masked_fill(~kept, 0.0)
+    return chosen, -(log_probs.exp() * logs).sum(-1)
 
 
 # The routes of a scoring pass: read sample by sample for a replay, counted, and written back after a recording.

@@ -30,6 +30,7 @@ from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_sco
 from torchrl_moe.modules.policies.unstack import base_model, linear_parts, logit_transform, obstacle
 from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.modules.replay.router_replay import evaluating
+from torchrl_moe.ops.linear_head import RowVocabularies
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 
 # The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept tokens.
@@ -147,8 +148,10 @@ class Selection:
 
     def dense(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores from the logits of all tokens, ``[R * W, V]``."""
-        rows = logits[self.rows]
-        mask = None if self.kept is None else dense_mask(*self.kept, rows.shape[-1])
+        rows, mask = logits[self.rows], None
+        if self.kept is not None:
+            RowVocabularies(*self.kept).check_values(self.tokens, rows.shape[-1])
+            mask = dense_mask(*self.kept, rows.shape[-1])
         return token_scores(rows, self.tokens, self.temperature, self.entropy, mask)
 
     def parts(self) -> tuple[list[tuple[float, Selection]], Tensor | None]:

@@ -61,7 +61,13 @@ from torchrl_moe.modules.policies.scoring_model import (
     read_sampling,
     says_nothing,
 )
-from torchrl_moe.modules.replay.discovery import computing_device, discover, number_of_layers, summed_again
+from torchrl_moe.modules.replay.discovery import (
+    RouterSite,
+    computing_device,
+    discover,
+    number_of_layers,
+    summed_again,
+)
 from torchrl_moe.modules.replay.router_replay import OnBadRoutes, Packing, RouterReplay
 
 if TYPE_CHECKING:
@@ -119,7 +125,7 @@ def read_sequences(samples: Sequence[TensorDictBase], wrapper: PolicyWrapper) ->
                 )
             mask = _checks.as_mask(f"sample {i}: {key!r}", mask)
         elif pad is not None:
-            mask = without_pads(ids, pad, pad == getattr(wrapper.tokenizer, "eos_token_id", None))
+            mask = without_pads(ids, pad, wrapper._pad_ends_turns)
         else:
             mask = torch.ones_like(ids, dtype=torch.bool)
         found.append(FullSequence(ids, mask))
@@ -292,8 +298,8 @@ class ScoringWrapper(PolicyWrapper):
         Raises:
             RoutingError: the routes that ``replay`` needs are missing, or do not fit.
             UnsupportedRouterError: the model returns no router logits.
-            ValueError: a mask of another shape, or a batch that was sampled at another temperature, see
-                ``temperature``.
+            ValueError: a mask of another shape; a batch that was sampled at another temperature, see ``temperature``;
+                or, with gradients, router logits that reentrant checkpointing cut from the graph.
             KeyError: there are no tokens to score.
             NotImplementedError: the wrapper generates.
         """
@@ -365,8 +371,9 @@ class ScoringWrapper(PolicyWrapper):
             raise KeyError(f"no {tokens!r}, and there are chats: input_mode='history', TorchRL's default, scores them")
         found = next((key for key in self._mask_keys if samples_of(td, key) is not None), None)
         batch = read_batch(td, tokens, found or self._mask_keys[0])
-        if found is None and self._pad is not None and not isinstance(td, LazyStackedTensorDict):
-            batch = replace(batch, mask=without_pads(batch.ids, self._pad))
+        if found is None and self._pad is not None:
+            ids = batch.ids.masked_fill(~batch.mask, self._pad)
+            batch = replace(batch, mask=without_pads(ids, self._pad, self._pad_ends_turns))
         return batch.to(computing_device(self.model))
 
     def _tokenize(self, td: TensorDictBase) -> None:
@@ -482,11 +489,9 @@ class ScoringWrapper(PolicyWrapper):
         return sampled_from.truncate(align(layout.read(output.logits.flatten(0, 1)), sampled_from.temperatures), batch)
 
     @cached_property
-    def _router_layers(self) -> tuple[int, ...]:
-        """Decoder layers that have a router; runs a small forward pass if there is no ``RouterReplay``."""
-        if self.router_replay is not None:
-            return self.router_replay.layers
-        return tuple(site.layer for site in discover(self.model))
+    def _router_sites(self) -> Sequence[RouterSite]:
+        """The model's routers; runs a small forward pass if there is no ``RouterReplay``."""
+        return discover(self.model) if self.router_replay is None else self.router_replay.sites
 
     def _router_logits(self, given: tuple[Tensor, ...] | None, layout: Layout) -> Tensor:
         if not given:
@@ -497,8 +502,14 @@ class ScoringWrapper(PolicyWrapper):
                 f"{type(self.model).__name__} returns its routers' probabilities as their logits: score without them"
             )
         out = given[0].new_zeros(*layout.mask.shape, number_of_layers(self.model), given[0].shape[-1])
-        for layer, logits in zip(self._router_layers, given, strict=True):
-            out[:, :, layer] = layout.read(logits.reshape(layout.shape.numel(), -1))
+        for site, logits in zip(self._router_sites, given, strict=True):
+            if torch.is_grad_enabled() and not logits.requires_grad and site.trains(self.model):
+                raise ValueError(
+                    f"the router logits of layer {site.layer} have no gradient, and a loss on them would train "
+                    "nothing: reentrant activation checkpointing keeps them from the graph. Enable checkpointing with "
+                    "use_reentrant=False, or score under torch.no_grad()"
+                )
+            out[:, :, site.layer] = layout.read(logits.reshape(layout.shape.numel(), -1))
         return out
 
     # -- get_dist and its masked variants, which TorchRL's stock losses call: they hold logits [B, T, V] ---------------

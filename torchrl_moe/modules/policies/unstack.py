@@ -43,10 +43,10 @@ class LoraLayers:
 
     def __init__(self, base: nn.Module) -> None:
         self._layers: dict[str, list[Any]] = {}  # state-dict key of the base weight -> layers that add to it
-        self._saved: dict[str, str] = {}  # modules trained beside the adapters -> the active copy's name
+        self._saved: dict[str, Any] = {}  # modules that are trained beside the adapters, in a copy for each
         for name, module in base.named_modules():
             if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
-                self._saved[name] = str(module.active_adapter)
+                self._saved[name] = module
             if not hasattr(module, "base_layer"):
                 continue
             if not hasattr(module, "get_delta_weight") or not hasattr(module, "lora_A"):
@@ -65,12 +65,16 @@ class LoraLayers:
 
     def own_weights(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield a state dict's base weights under the names that they have without adapters."""
+        runs = {}  # looked up each time: set_adapter() changes it
+        for name, module in self._saved.items():
+            adapters = [adapter for adapter in module.active_adapters if adapter in module.modules_to_save]
+            runs[name] = f"modules_to_save.{adapters[0]}" if adapters else "original_module"
         for key, tensor in state.items():
-            if ".lora_" in key or ".original_module." in key:
+            if ".lora_" in key:
                 continue
-            for name, adapter in self._saved.items():
-                key = key.replace(f"{name}.modules_to_save.{adapter}.", f"{name}.")
-            if ".modules_to_save." not in key:
+            for name, copy in runs.items():
+                key = key.replace(f"{name}.{copy}.", f"{name}.")
+            if ".original_module." not in key and ".modules_to_save." not in key:
                 yield _without_layers(key), tensor
 
     def __contains__(self, key: str) -> bool:

@@ -112,6 +112,15 @@ class RouterSite:
         assert match is not None
         return self.name[: match.end(1)]
 
+    def trains(self, model: nn.Module) -> bool:
+        """Whether the router's logits depend on a trained parameter: one of its own, or of a layer before it."""
+        for name, parameter in model.named_parameters():
+            layer = LAYER.search(name)
+            before = layer is not None and int(layer[1]) < self.layer
+            if parameter.requires_grad and (before or name.startswith(f"{self.name}.")):
+                return True
+        return False
+
 
 def expert_counts(config: object) -> set[int]:
     """Return every number of experts that a config names."""

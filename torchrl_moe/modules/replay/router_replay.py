@@ -187,6 +187,15 @@ class _LayerHandle(_Handle):
         return self.forward(*args, **kwargs)
 
 
+class _BodyHandle(_Handle):
+    """On the module that runs the decoder layers: a forward pass outside of contexts is recomputed as it ran, too."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if not torch.compiler.is_compiling() and self.state.owned:
+            wrap_checkpoints(self.module, self.state)
+        return self.forward(*args, **kwargs)
+
+
 def _handles(model: nn.Module) -> Iterator[_Handle]:
     """Outermost first where a module has two."""
     for module in model.modules():
@@ -210,7 +219,9 @@ def owner_of(model: nn.Module) -> object | None:
 
 
 def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
-    """Put a handle on every router, and on the first decoder layer that has one; switch the routers' jitter off."""
+    """Put a handle on every router, on the first decoder layer that has one, and on the module that runs the layers;
+    switch the routers' jitter off.
+    """
     modules = dict(model.named_modules())
     for site in sites:
         router = modules[site.name]
@@ -226,6 +237,8 @@ def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -
     for module, name, _ in jitter:
         setattr(module, name, 0.0)
     layer.forward = _LayerHandle(layer, state, jitter)
+    body = modules[sites[0].layer_name.rpartition(".")[0].rpartition(".")[0]]
+    body.forward = _BodyHandle(body, state)
 
 
 def uninstall(model: nn.Module) -> None:
