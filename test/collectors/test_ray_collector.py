@@ -252,6 +252,23 @@ def test_an_error_of_ours_has_its_type_and_one_that_cannot_be_pickled_its_words(
     assert type(caught.value) is CollectionStalledError
 
 
+def test_a_batch_that_a_buffer_of_this_process_did_not_take_comes_again(collect: Make) -> None:
+    full, errors = buffer(), [OSError("No space left on device")]
+
+    def extend(batch: Any, extend: Any = full.extend) -> Any:
+        if errors:
+            raise errors.pop()
+        return extend(batch)
+
+    full.extend = extend  # type: ignore[method-assign]
+    collector = collect(replay_buffer=full)
+    with pytest.raises(OSError, match="No space left"):
+        collector.next()
+    assert [row["query"] for batch in collector.state_dict()["ahead"] for row in batch] == ["q0", "q0"]
+    collector.next()
+    assert [row["query"] for row in full[:]] == ["q0", "q0"]
+
+
 def test_an_error_reaches_who_waits_for_the_buffer(collect: Make) -> None:
     collector = collect(chat(2, reward=failing_from(0)), replay_buffer=buffer())
     collector.start()

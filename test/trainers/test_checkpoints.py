@@ -153,6 +153,22 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoints.load(checkpoints.rotation.best()) and value.state == 2
 
 
+def test_a_hook_that_comes_after_newer_checkpoints_have_replaced_the_one_that_was_loaded_is_told(
+    tmp_path: Path, caplog: LogCaptureFixture
+) -> None:
+    first = checkpoints_of(tmp_path)
+    first.add("calls", Kept(7))
+    save(first, 1)
+    again = checkpoints_of(tmp_path)
+    assert again.load()
+    again.add("calls", early := Kept())
+    assert early.state == 7
+    late = checkpoints_of(tmp_path)
+    assert late.load() and save(late, 2, 1.0) and names(late) == [2]
+    late.add("calls", Kept())
+    assert "the state of trainer_module.calls is not restored: newer checkpoints have replaced" in caplog.text
+
+
 def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
     save(checkpoints_of(tmp_path, value=Kept(1)))
     for left in (".step-000000000002.draft", "..step-000000000002.draft.stage-0f"):

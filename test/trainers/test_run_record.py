@@ -89,6 +89,34 @@ def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(tmp_path: Path
     assert "Unreachable has not got step 1: RuntimeError('the server is gone')" in caplog.text
 
 
+def test_samples_that_a_full_disk_did_not_take_come_with_the_next_ones(
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
+) -> None:
+    class Full:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.stream.close()
+
+        def writelines(self, lines: list[str]) -> None:
+            self.stream.write("".join(lines)[:10])
+            raise OSError("No space left on device")
+
+    record, open_file = record_of(tmp_path, 1), Path.open
+    record.add_samples(0, answers("2"), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *how: Full(open_file(path, *how)))
+        record.add_samples(1, answers("3"), 1)
+    assert "No space left on device" in caplog.text
+    record.add_samples(2, answers("4"), 1)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["completion"]) for line in lines] == [(0, "2"), (1, "3"), (2, "4")]
+
+
 def test_a_later_start_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
     record_of(tmp_path, 5)
     record = RunRecord(tmp_path, "seed: 1\n", before=3)

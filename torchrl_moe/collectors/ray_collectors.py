@@ -370,7 +370,12 @@ class RayCollector(FreeRunning):
         while found := self._take():
             (batch,) = found
             if self._extends_here:
-                self.replay_buffer.extend(batch)
+                try:
+                    self.replay_buffer.extend(batch)
+                except BaseException:  # the same batch comes again
+                    with self._taking:
+                        self._ahead.appendleft(batch)
+                    raise
                 batch = None
             yield batch
 

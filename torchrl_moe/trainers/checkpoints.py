@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain
 from pathlib import Path
@@ -199,6 +199,7 @@ class Checkpoints:
         self._pending: Future[bool] | None = None
         self._threads = Threads(1, "torchrl_moe-checkpoint")  # the process may end before a write does
         self._loaded: Path | None = None
+        self._loaded_names: Collection[str] = ()
         # partly written when a process was killed; what else is there is somebody else's
         left_over = chain.from_iterable(map(folder.glob, (".step-*", "..step-*", ".seen-*")))
         for left in left_over if self._ranks.is_first else ():
@@ -216,8 +217,12 @@ class Checkpoints:
         if name in self.checkpoint:
             raise ValueError(f"there is a module of the name {name.partition('.')[2]} already: choose another")
         self.checkpoint.register(name, component)
-        if self._loaded is not None and name in Checkpoint.manifest(self._loaded)["components"]:
+        if self._loaded is None or name not in self._loaded_names:
+            return
+        if self._loaded.is_dir():
             self._load_components(self._loaded, [name])
+        else:
+            LOG.warning("the state of %s is not restored: newer checkpoints have replaced %s", name, self._loaded)
 
     def _load_components(self, path: Path, names: Sequence[str] | None = None) -> None:
         # it is this project's own: a collector's state has objects that weights_only refuses
@@ -300,7 +305,7 @@ class Checkpoints:
             raise ConfigError.of(setting, cause) from error
         except (OSError, ValueError, EOFError, UnpicklingError) as error:
             raise ConfigError.of(setting, error) from error
-        self._loaded = path
+        self._loaded, self._loaded_names = path, Checkpoint.manifest(path)["components"]
         return True
 
     def close(self) -> None:

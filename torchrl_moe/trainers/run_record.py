@@ -139,9 +139,16 @@ class RunRecord:
             self._write_samples()
 
     def _write_samples(self) -> None:
-        lines, self._lines = self._lines, []
-        with self._unless_full(), self.samples.open("a") as stream:
-            stream.writelines(lines)
+        with self._unless_full():
+            size = self.samples.stat().st_size if self.samples.exists() else 0
+            try:
+                with self.samples.open("a") as stream:
+                    stream.writelines(self._lines)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.samples, size)  # no half a line: all come with those of the next step
+                raise
+            self._lines = []
 
     @contextlib.contextmanager
     def _unless_full(self) -> Iterator[None]:
