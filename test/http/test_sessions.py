@@ -427,6 +427,18 @@ def test_of_answers_that_say_the_same_the_one_with_the_reasoning_that_came_back_
         second = chat.ask([user("a"), message, user("b")], "ok<|im_end|>", said("ok"))
         third = chat.sent([user("a"), message, user("b"), said("ok"), user("c")])
         assert third == second + ids("ok<|im_end|>\n" + turn("user", "c") + OPEN)
+    for message in (YES, other):  # also once both have an answer of the same words
+        start = first + ids(f"<think>{message['reasoning']}</think>yes")
+        assert chat.sent([user("a"), message, user("b"), said("ok"), user("c")])[: len(start)] == start
+
+
+def test_an_answer_that_only_one_of_two_branches_has_tells_them_apart_where_reasoning_is_left_out(chat: Chat) -> None:
+    first = chat.ask([user("a")], THOUGHT, YES)
+    second = chat.ask([user("a"), SENT_BACK, user("b")], "ok<|im_end|>", said("ok"))
+    assert second == first + ids(THOUGHT + "\n" + NEXT)
+    chat.ask([user("a")], "<think>so</think>yes<|im_end|>", {**YES, "reasoning": "so"})
+    third = chat.sent([user("a"), SENT_BACK, user("b"), said("ok"), user("c")])
+    assert third == second + ids("ok<|im_end|>\n" + turn("user", "c") + OPEN)
 
 
 @pytest.mark.parametrize(

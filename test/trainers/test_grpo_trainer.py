@@ -301,13 +301,20 @@ def test_after_a_ctrl_c_another_trainer_continues(start: Make, trained: Make, fl
 def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step_and_waits_for_no_evaluation(
     start: Make, monkeypatch: MonkeyPatch
 ) -> None:
-    evaluated = []
+    over, evaluated = threading.Event(), []
+
+    def evaluate() -> float:
+        evaluated.append(trainer.steps_done)
+        assert trainer.steps_done == 0 or over.wait(60)  # the second runs beside the step of the signal
+        return 1.0
+
     with start(6, {"checkpoint.every": 100, "eval.every": 1}, held_out=[{"prompt": "1+1="}]) as trainer:
-        monkeypatch.setattr(trainer, "evaluate", lambda: evaluated.append(trainer.steps_done) or 1.0)
+        monkeypatch.setattr(trainer, "evaluate", evaluate)
         trainer.register_op("batch_process", lambda batch: trainer.steps_done == 1 and signal.raise_signal(2))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        assert trainer.steps_done == 2 and evaluated == [0, 1]
+        assert trainer.steps_done == 2 and evaluated == [0, 1] and not over.is_set()
+    over.set()
     with start(6, {"resume": True}) as again:
         assert again.steps_done == 2
 

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -125,10 +125,8 @@ class Session:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         self._tree = TokenTree(layout, end_of_turn_ids)
         self._lock = threading.RLock()
-        # digest of a conversation that ends in an answer -> that answer
-        self._returned: dict[bytes, Node] = {}
-        # the same without the answer's reasoning -> the digest of that, of the newest answer that says so
-        self._left_out: dict[bytes, bytes] = {}
+        # digest of a conversation that ends in an answer -> the answers that say so, and the digests of their reasoning
+        self._returned: dict[bytes, list[tuple[Node, bytes]]] = defaultdict(list)
         self._under_way: dict[object, Callable[[], object]] = {}
         self.is_closed = False
         """Whether it takes no more calls."""
@@ -263,9 +261,7 @@ class Session:
                 # an answer with ends of turns inside, as there may be if they are ignored, is not one message
                 if conversation is not None and returned and not self._tree.count_ends(node.ids[:-1]):
                     message = returned[completion.outputs.index(output)]
-                    said, reasoning = _digest(conversation, _said(message)), _reasoning(message)
-                    self._left_out[said] = reasoning
-                    self._returned[_digest(said, reasoning)] = node
+                    self._returned[_digest(conversation, _said(message))].append((node, _reasoning(message)))
 
     def trajectories(self, shared: Literal["first", "all"] = "first") -> list[TensorDict]:
         """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
@@ -380,15 +376,25 @@ class Session:
     def _conversation(self, messages: Sequence[Message]) -> list[tuple[bytes, Node | None]]:
         """Return the digest of a conversation before the first and after each message, and the answer it ends in."""
         found: list[tuple[bytes, Node | None]] = [(b"", None)]
+        # the answers that the last recognised message may be: several say the same, and what follows tells them apart
+        possible: list[Node] = []
         for message in messages:
             if not isinstance(message, Mapping):
                 raise ValueError(
                     f"messages are mappings, such as {{'role': ..., 'content': ...}}, got {shown(message)}"
                 )
-            said = _digest(found[-1][0], _said(message))
-            # other reasoning than an answer's is another message, and so is any that was not returned here
-            digest = _digest(said, _reasoning(message) or self._left_out.get(said, b""))
-            found.append((digest, self._returned.get(digest)))
+            digest, reasoning = _digest(found[-1][0], _said(message)), _reasoning(message)
+            fits = [
+                (own == reasoning, place, node)
+                for place, (node, own) in enumerate(self._returned.get(digest, ()))
+                if reasoning in (b"", own)
+                and (not possible or not {*map(id, possible)}.isdisjoint(map(id, node.path())))
+            ]
+            if fits:  # one that was returned as it is, then the newest
+                possible = [node for *_, node in sorted(fits, key=lambda fit: fit[:2], reverse=True)]
+            elif reasoning:  # other reasoning than an answer's is another message, and so is any that was not returned
+                digest = _digest(digest, reasoning)
+            found.append((digest, possible[0] if fits else None))
         return found
 
     def _answer_to(self, messages: Sequence[Message], rendered: Ids) -> tuple[Node, Ids] | None:

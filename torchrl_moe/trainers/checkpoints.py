@@ -100,11 +100,12 @@ class TrainedState:
                 what = f"{name.removeprefix(f'{POLICY}.')} is {theirs[name]} there and {shape} here"
                 raise ValueError(f"the checkpoint is of another model: {what}")
         own = self._state()
-        # no gradient had reached these: their optimizer begins
+        # weights of which nothing was saved, since no gradient had reached them: their optimizer begins
+        known = {name.rpartition(".")[0] for name in saved}
         begins: dict[str, Any] = {
             name: torch.zeros_like(value)
             for name, value in own.get(OPTIMIZER, {}).items()
-            if _is_moment(name) and f"{OPTIMIZER}.{name}" not in saved
+            if _is_moment(name) and f"{OPTIMIZER}.{name}".rpartition(".")[0] not in known
         }
         for name in begins:
             del own[OPTIMIZER][name]

@@ -464,8 +464,10 @@ class MoEGRPOTrainer(RunReports):
                 run("post_optim_complete_log", stepper.count, _mean(losses))
             metrics |= stepper.take_metrics()
             self.steps_done += 1
-            # an evaluation that still runs asks for answers by the weights that now change
-            metrics |= self.evaluation.take()
+            # an evaluation that still runs asks for answers by the weights that now change; after a signal there is only
+            # time for the checkpoint
+            if not self._is_interrupted:
+                metrics |= self.evaluation.take()
             # sync: every few steps if so configured, and always the weights of the last step
             with clock("sync"):
                 self._unsynced += 1
@@ -537,7 +539,7 @@ class MoEGRPOTrainer(RunReports):
         seconds = dict(self.clock.seconds)
         self.trained_tokens += int(metrics["tokens"])
         # the next evaluation runs beside the next step; after the last there is none to run beside
-        if self.steps_done >= self.config.steps:
+        if self.steps_done >= self.config.steps and not self._is_interrupted:
             self.evaluation.begin(self.steps_done, not self._unsynced, is_last=True)
             metrics |= self.evaluation.take()
         assert self.collector is not None
@@ -607,7 +609,7 @@ class MoEGRPOTrainer(RunReports):
         every = self.config.checkpoint.every
         if not ((force_save and every) or _is_due(self.steps_done, every)):
             return
-        if not self._is_interrupted:  # then the time is for the checkpoint
+        if not self._is_interrupted:
             self.evaluation.wait()  # it rates the weights that are saved
         # the score that selects the best checkpoint: weights that were not evaluated are never the best
         if self.source.held_out and self.config.eval.every:

@@ -468,11 +468,17 @@ class RolloutSource:
         self.held_out = 0 if held_out is None else self._config.eval.prompts
         if held_out is not None and self._config.eval.every:
             # read once: each evaluation asks the same, and draws nothing from a generator that training uses
+            questions: list[TensorDictBase] = []
             try:
-                stream = PromptStream(source_of(held_out, None, 1).dataloader)
-                questions = [prompt.data for prompt in itertools.islice(stream, self.held_out)]
-            except ValueError as error:  # it has no data
-                raise ConfigError.of("held_out", error) from error
+                source = source_of(held_out, None, 1)
+                for prompt in itertools.islice(PromptStream(source.dataloader), self.held_out):
+                    questions.append(prompt.data)
+                if isinstance(source.env, EnvBase) and source.make is not None:  # it was made to be read
+                    source.env.close()
+            except ValueError as error:
+                if not questions:
+                    raise ConfigError.of("held_out", error) from error
+            self.held_out = len(questions)  # of data that can be read once there may be fewer
             self.held_out_loader = lambda: [question.clone() for question in questions]
 
     def _make_episode(self, tokenizer: Tokenizer) -> None:

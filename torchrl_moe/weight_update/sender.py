@@ -185,7 +185,8 @@ class VLLMWeightSender:
             latest = engine.replica_table.latest_version
             self.version = max(self.version, latest)
             own = self._served.version if had_it and self._served is not None else 0
-            if latest != own:  # another sender applied that, perhaps under the number of a version of this one
+            # else another sender applied that, perhaps under the number of a version of this one
+            if not had_it or latest != own:
                 self._served = self._good = None
                 if self._published is not None and self._published.version <= latest:
                     self._published = None
@@ -405,7 +406,7 @@ class VLLMWeightSender:
             good = self._good
             if good is None:
                 if swap.engine.replica_table.latest_version:
-                    raise WeightSyncError("nothing was published since the engine got this sender: update the weights")
+                    raise WeightSyncError("nothing was applied since the engine got this sender: update the weights")
                 swap.serves(index)  # no weights were ever loaded: all have the checkpoint
                 return
             entry = swap.engine.replica_table[index]

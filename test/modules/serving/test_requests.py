@@ -404,6 +404,8 @@ def test_a_request_has_the_prompts_ids_and_what_there_is() -> None:
     check_resume(resuming(without, return_routed_experts=False), 0, LAYOUT)
     check_resume(resuming(without), 0, None)
     check_resume(resuming(without), 0, LAYOUT)  # as of a stream whose replica died: the engine reads its tokens again
+    with pytest.raises(ValueError, match="it has no routes"):
+        check_resume(resuming(without, on_resume="forced"), 0, LAYOUT)
     for prompt in ("hi", [104, 105]):  # what had no token begins with its own prompt
         begun = resuming(cut(answer(prompt), 0, 0))
         assert (begun.resume, whole(begun), begun.prompt) == (None, None, prompt if prompt == "hi" else None)

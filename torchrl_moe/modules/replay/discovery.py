@@ -113,11 +113,14 @@ class RouterSite:
         return self.name[: match.end(1)]
 
     def trains(self, model: nn.Module) -> bool:
-        """Whether the router's logits depend on a trained parameter: one of its own, or of a layer before it."""
+        """Whether the router's logits depend on a trained parameter: of a layer before it, or of its own up to it."""
+        block, stack = self.name.rpartition(".")[0], self.layer_name.rpartition(".")[0]
         for name, parameter in model.named_parameters():
-            layer = LAYER.search(name)
-            before = layer is not None and int(layer[1]) < self.layer
-            if parameter.requires_grad and (before or name.startswith(f"{self.name}.")):
+            path = f".{name}"  # peft puts names of its own before these
+            layer = re.search(rf"\.{re.escape(stack)}\.(\d+)\.", path)
+            if not parameter.requires_grad or layer is None or int(layer[1]) > self.layer:
+                continue
+            if int(layer[1]) < self.layer or f".{self.name}." in path or f".{block}." not in path:
                 return True
         return False
 

@@ -191,7 +191,7 @@ class _BodyHandle(_Handle):
     """On the module that runs the decoder layers: a forward pass outside of contexts is recomputed as it ran, too."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if not torch.compiler.is_compiling() and self.state.owned:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.state.owned:
             wrap_checkpoints(self.module, self.state)
         return self.forward(*args, **kwargs)
 

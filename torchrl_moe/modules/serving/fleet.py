@@ -35,7 +35,6 @@ from torchrl_moe.modules.serving.replica_table import (
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 CALL_SECONDS = 60.0
-TAGS = frozenset({"weights", "kv_cache"})  # vLLM's, of what sleeps
 TICK_SECONDS = 0.5
 GATHER_SECONDS = 0.02  # so that many changes are handled in one pass
 WORDS_SECONDS = 1.0  # for a replica that died to report why
@@ -237,7 +236,7 @@ class Fleet:
         self._adding = threading.Lock()
         self._pausing = threading.Lock()
         self._paused = False  # by the user
-        self._asleep: frozenset[str] = frozenset()  # tags, the same
+        self._sleep_level: int | None = None  # the same
         self.is_frozen = False
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -432,7 +431,7 @@ class Fleet:
                     await self._in_thread(entry, replica.wait_ready, policy.start)
                     await self._join(entry, replica)
                     return
-                except (EngineError, OSError, RuntimeError) as error:  # the last: no thread for it can be started now
+                except (EngineError, OSError) as error:
                     self.table.mark_dead(entry.index, str(error), replica)
                     if entry.leaving or not self.is_over:
                         await self._in_thread(entry, replica.shutdown)
@@ -468,7 +467,12 @@ class Fleet:
             if self.is_over or not self.table.replace(entry.index, replica):
                 return False
             self._restarted_at[entry.index].append(time.monotonic())
-            replica.start()
+            try:
+                replica.start()
+            except RuntimeError as error:
+                if "start new thread" not in str(error):
+                    raise
+                raise EngineError(str(error)) from error  # there may be room for one at the next try
             return True
 
     # -- a replica's keeper: update ---------------------------------------------------------------------------------
@@ -667,35 +671,37 @@ class Fleet:
             self.table.changed.notify_all()
 
     def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
-        before = self._note_sleep(TAGS)
+        before = self._note_sleep(level)
         try:
             self.on_all(lambda replica: replica.call(Engine.sleep, seconds, level, mode))
             self._freeze(True)
         except BaseException:
             self._note_sleep(before)
-            if not before:
+            if before is None:
                 with contextlib.suppress(EngineError, RuntimeError):
                     self.on_all(lambda replica: replica.call(Engine.wake_up, seconds, None))
             raise
         self._forget_prefixes()
 
     def wake_up(self, tags: Sequence[str] | None, seconds: float) -> None:
-        before = self._note_sleep(self._asleep.difference(TAGS if tags is None else tags))
+        if tags is not None and set(tags) == {"kv_cache"}:
+            tags = None  # the rest: the weights too, unless an update has woken them
+        before = self._note_sleep(None) if tags is None or "kv_cache" in tags else self._sleep_level
         try:
             self.on_all(lambda replica: replica.call(Engine.wake_up, seconds, tags))
         except BaseException:
             self._note_sleep(before)
             raise
-        self._freeze(self._paused or bool(self._asleep))
+        self._freeze(self._paused or self._sleep_level is not None)
 
-    def _note_sleep(self, tags: frozenset[str]) -> frozenset[str]:
-        """Store what is to sleep before the replicas are told; return what did."""
+    def _note_sleep(self, level: int | None) -> int | None:
+        """Store the requested sleep level before the replicas are told; return the previous one."""
         with self._pausing:
-            before, self._asleep = self._asleep, tags
+            before, self._sleep_level = self._sleep_level, level
             return before
 
     def _check_awake(self, what: str) -> None:
-        if self._asleep:
+        if self._sleep_level is not None:
             raise RuntimeError(f"{what}: the engines sleep; wake_up() first")
 
     def _serve_as_the_others(self, entry: TableEntry, replica: Replica) -> bool:
@@ -706,10 +712,8 @@ class Fleet:
         with self._pausing:
             if self._paused:
                 replica.call(Engine.pause, CALL_SECONDS, "keep", False)
-            if self._asleep:  # level 2 would drop the weights that it just loaded
+            if self._sleep_level is not None:  # level 2 would drop the weights that it just loaded
                 replica.call(Engine.sleep, CALL_SECONDS, 1, "keep")
-                if awake := sorted(TAGS - self._asleep):
-                    replica.call(Engine.wake_up, CALL_SECONDS, awake)
             with self.table.lock:
                 is_starting = entry.state is ReplicaState.STARTING
                 if is_starting:

@@ -204,7 +204,8 @@ def _wrong(request: Request, given: Completion, output: CompletionOutput, layout
     if layout is None or not request.return_routed_experts:
         return ""
     # a stream tells tokens before their routes: if its replica died, the engine reads again what has none
-    rows, may_lack = output.routed_experts, output.finish_reason == "abort"
+    rows = output.routed_experts
+    may_lack = output.finish_reason == "abort" and request.on_resume != "forced"
     if rows is None:
         return "" if may_lack else "it has no routes: pass return_routed_experts=False, as when it started"
     expected = (prompt + tokens - 1, layout.num_layers, layout.top_k)

@@ -562,7 +562,7 @@ class GenerationService:
         """Allocate the memory again, and resume once all of it is there. Idempotent.
 
         Args:
-            tags: ``["weights"]``, or ``["kv_cache"]`` for the rest; by default both.
+            tags: ``["weights"]``, or ``["kv_cache"]`` for all that still sleeps; by default both.
             timeout_seconds: deadline per replica.
 
         Raises:
