@@ -464,8 +464,8 @@ class MoEGRPOTrainer(RunReports):
                 run("post_optim_complete_log", stepper.count, _mean(losses))
             metrics |= stepper.take_metrics()
             self.steps_done += 1
-            # an evaluation that still runs asks for answers by the weights that now change; after a signal there is only
-            # time for the checkpoint
+            # an evaluation that still runs asks for answers by the weights that now change; after a signal there is
+            # only time for the checkpoint
             if not self._is_interrupted:
                 metrics |= self.evaluation.take()
             # sync: every few steps if so configured, and always the weights of the last step
