@@ -306,7 +306,7 @@ def test_a_replica_does_not_serve_its_checkpoint_beside_weights_of_an_earlier_se
     first.shutdown()
     second = connect(engine)
     engine.restart(1)
-    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
+    with pytest.raises(WeightSyncError, match="nothing was applied since the engine got this sender"):
         second.bring(1)
     assert engine.states == ["SERVING", "STARTING"]
     second.update_weights(weights(2))

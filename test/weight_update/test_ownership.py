@@ -79,7 +79,7 @@ def test_a_restarted_replica_never_gets_what_another_sender_has_replaced(connect
     second.shutdown()
     first.init_all_workers_group(None, vllm_engine=engine)
     engine.restart(0)
-    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
+    with pytest.raises(WeightSyncError, match="nothing was applied since the engine got this sender"):
         first.bring(0)
     with pytest.raises(WeightSyncError, match=r"version 2 is not the one published last \(none\)"):
         first.apply(2)
