@@ -237,7 +237,7 @@ def test_an_async_function_that_blocks_the_loop_is_found_and_no_batch_is_lost(
         await ask(data["query"])
         return float(over.wait(60))
 
-    collector = collect(episode, groups_per_batch=1, group_size=1, max_staleness=0, heartbeat_timeout=2.0)
+    collector = collect(episode, groups_per_batch=1, group_size=1, max_staleness=0, heartbeat_timeout=6.0)
     with pytest.raises(CollectionStalledError, match=r"has stood still .*, in .*wait .*to_thread"):
         in_thread(lambda: next(collector.iterator())).result(50)
     over.set()

@@ -96,6 +96,11 @@ def _reasoning(message: Message) -> bytes:
     return b"" if text is None else _digest(str(text).encode())
 
 
+def _comes_after(node: Node, answers: Sequence[Node]) -> bool:
+    """Whether an answer comes after one of these, or there are none."""
+    return not answers or any(one is answer for one in node.path() for answer in answers)
+
+
 # -- a session --------------------------------------------------------------------------------------------------------
 
 
@@ -387,8 +392,7 @@ class Session:
             fits = [
                 (own == reasoning, place, node)
                 for place, (node, own) in enumerate(self._returned.get(digest, ()))
-                if reasoning in (b"", own)
-                and (not possible or not {*map(id, possible)}.isdisjoint(map(id, node.path())))
+                if reasoning in (b"", own) and _comes_after(node, possible)
             ]
             if fits:  # one that was returned as it is, then the newest
                 possible = [node for *_, node in sorted(fits, key=lambda fit: fit[:2], reverse=True)]

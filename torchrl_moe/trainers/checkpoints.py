@@ -76,9 +76,9 @@ class TrainedState:
         for group, state in self._state().items():
             copies = ((name, _copied(value)) for name, value in state.items())
             found[group] = {name: value for name, value in copies if ranks.is_first or not _is_packed(state[name])}
-        if self._optimizer is not None and not has_begun:  # torch makes a state to show, as if after a step
+        if self._optimizer is not None and not has_begun:  # torch has made a state to save, as if after a step
             self._optimizer.state.clear()
-            found[OPTIMIZER] = {name: value for name, value in found[OPTIMIZER].items() if not _is_moment(name)}
+            found[OPTIMIZER] = {name: value for name, value in found[OPTIMIZER].items() if not _is_of_a_weight(name)}
         return found
 
     @staticmethod
@@ -105,7 +105,7 @@ class TrainedState:
         begins: dict[str, Any] = {
             name: torch.zeros_like(value)
             for name, value in own.get(OPTIMIZER, {}).items()
-            if _is_moment(name) and f"{OPTIMIZER}.{name}".rpartition(".")[0] not in known
+            if _is_of_a_weight(name) and f"{OPTIMIZER}.{name}".rpartition(".")[0] not in known
         }
         for name in begins:
             del own[OPTIMIZER][name]
@@ -129,7 +129,7 @@ class TrainedState:
             set_optimizer_state_dict(self._model, self._optimizer, {**state[OPTIMIZER], **begins}, options=FLAT)
 
 
-def _is_moment(name: str) -> bool:
+def _is_of_a_weight(name: str) -> bool:
     """Whether an entry of a flat optimizer state is of a weight, and not of a group of them."""
     return name.startswith("state.")
 

@@ -464,10 +464,8 @@ class MoEGRPOTrainer(RunReports):
                 run("post_optim_complete_log", stepper.count, _mean(losses))
             metrics |= stepper.take_metrics()
             self.steps_done += 1
-            # an evaluation that still runs asks for answers by the weights that now change; after a signal there is
-            # only time for the checkpoint
-            if not self._is_interrupted:
-                metrics |= self.evaluation.take()
+            # an evaluation that still runs asks for answers by the weights that now change
+            metrics |= self.evaluation.take()
             # sync: every few steps if so configured, and always the weights of the last step
             with clock("sync"):
                 self._unsynced += 1
@@ -539,7 +537,7 @@ class MoEGRPOTrainer(RunReports):
         seconds = dict(self.clock.seconds)
         self.trained_tokens += int(metrics["tokens"])
         # the next evaluation runs beside the next step; after the last there is none to run beside
-        if self.steps_done >= self.config.steps and not self._is_interrupted:
+        if self.steps_done >= self.config.steps:
             self.evaluation.begin(self.steps_done, not self._unsynced, is_last=True)
             metrics |= self.evaluation.take()
         assert self.collector is not None
@@ -562,10 +560,14 @@ class MoEGRPOTrainer(RunReports):
         self.progress.show(row)
         if _is_due(self.steps_done, self.config.log.plot_every):
             self.draw()
-        if not self._is_interrupted:
-            self.evaluation.begin(self.steps_done, not self._unsynced)
+        self.evaluation.begin(self.steps_done, not self._unsynced)
 
     # -- a run
+
+    def _interrupt(self) -> None:
+        """Stop after this step; the time that a signal leaves is for the checkpoint."""
+        self._is_interrupted = True
+        self.evaluation.stop()
 
     def train(self) -> None:
         """Run all remaining steps. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
@@ -580,7 +582,7 @@ class MoEGRPOTrainer(RunReports):
                 self.progress.begin(self.steps_done)
             ends.callback(setattr, self, "_has_ended", True)  # in mid-step, weights and collector may be inconsistent
             # the ranks agree on an interrupt at the end of a step
-            with finishing(partial(setattr, self, "_is_interrupted", True), self.shutdown, grace):
+            with finishing(self._interrupt, self.shutdown, grace):
                 self.hooks.run("setup")
                 while not self._stops and self.step():
                     pass
@@ -609,8 +611,7 @@ class MoEGRPOTrainer(RunReports):
         every = self.config.checkpoint.every
         if not ((force_save and every) or _is_due(self.steps_done, every)):
             return
-        if not self._is_interrupted:
-            self.evaluation.wait()  # it rates the weights that are saved
+        self.evaluation.wait()  # it rates the weights that are saved
         # the score that selects the best checkpoint: weights that were not evaluated are never the best
         if self.source.held_out and self.config.eval.every:
             score = self.evaluation.scores.get(self.steps_done, NEVER_EVALUATED)

@@ -121,11 +121,11 @@ def minibatches(batch: TensorDictBase, count: int, ranks: Ranks | None = None) -
     if count == 1:
         yield batch
         return
+    ranks = ranks or Ranks()
     # rank 0's seed for all: ranks of a tensor-parallel group must step on the same samples
-    seed = (ranks or Ranks()).from_first(int(torch.randint(1 << 62, ())), "minibatches")
+    seed = ranks.from_first(int(torch.randint(1 << 62, ())), "minibatches")
     drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    count = min((ranks or Ranks()).gather(min(count, len(batch))))  # as many steps on each rank
-    for part in drawn.tensor_split(count):
+    for part in drawn.tensor_split(min(ranks.gather(min(count, len(batch))))):  # as many steps on each rank
         yield batch[part.tolist()]
 
 

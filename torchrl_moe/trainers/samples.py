@@ -12,7 +12,8 @@ import pickle
 import statistics
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
@@ -469,15 +470,16 @@ class RolloutSource:
         if held_out is not None and self._config.eval.every:
             # read once: each evaluation asks the same, and draws nothing from a generator that training uses
             questions: list[TensorDictBase] = []
-            try:
-                source = source_of(held_out, None, 1)
-                for prompt in itertools.islice(PromptStream(source.dataloader), self.held_out):
-                    questions.append(prompt.data)
-                if isinstance(source.env, EnvBase) and source.make is not None:  # it was made to be read
-                    source.env.close()
-            except ValueError as error:
-                if not questions:
-                    raise ConfigError.of("held_out", error) from error
+            with ExitStack() as ends:
+                try:
+                    source = source_of(held_out, None, 1)
+                    if isinstance(source.env, EnvBase) and source.make is not None:  # it was made to be read
+                        ends.callback(source.env.close)
+                    for prompt in itertools.islice(PromptStream(source.dataloader), self.held_out):
+                        questions.append(prompt.data)
+                except ValueError as error:
+                    if not questions:
+                        raise ConfigError.of("held_out", error) from error
             self.held_out = len(questions)  # of data that can be read once there may be fewer
             self.held_out_loader = lambda: [question.clone() for question in questions]
 
@@ -698,6 +700,9 @@ def make_collector(config: GRPOConfig, source: RolloutSource, policy: vLLMWrappe
         raise ConfigError.of("rollout", error) from error
 
 
+LOOK_SECONDS = 0.1
+
+
 class Evaluation:
     """Evaluates in a thread while a step runs, on the weights that the engine has until the next sync."""
 
@@ -706,6 +711,7 @@ class Evaluation:
         self._evaluate = evaluate
         self._thread = ThreadPoolExecutor(1, "torchrl_moe-evaluation")
         self._running: Future[float | None] | None = None
+        self._is_stopped = False
         self._step, self._is_of_newest = -1, False
         self._found: dict[str, float] = {}
 
@@ -718,14 +724,18 @@ class Evaluation:
                 the best checkpoint.
             is_last: whether it is due because the run ends.
         """
-        if self.every and step != self._step and (is_last or step % self.every == 0):
+        is_due = self.every and step != self._step and (is_last or step % self.every == 0)
+        if is_due and not self._is_stopped:
             self._step, self._is_of_newest = step, is_of_the_newest
             self._running = self._thread.submit(self._evaluate)
 
     def wait(self) -> None:
         """Wait for the running evaluation, if there is one; a reward that raises costs only that evaluation."""
         running, self._running = self._running, None
-        if running is None:
+        # looked at again and again, since a signal may come meanwhile
+        while running is not None and not self._is_stopped and not wait([running], LOOK_SECONDS).done:
+            pass
+        if running is None or self._is_stopped:
             return
         if (error := running.exception()) is not None:
             LOG.warning("no evaluation at step %d: %r", self._step, error)
@@ -739,6 +749,11 @@ class Evaluation:
         found, self._found = self._found, {}
         return found
 
+    def stop(self) -> None:
+        """Begin no further evaluation, and wait for none. It takes no lock: a signal's handler may call it."""
+        self._is_stopped = True
+
     def close(self) -> None:
-        """Start no further evaluation, and wait for none. Idempotent."""
+        """Do the same, and let the thread end. Idempotent."""
+        self.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)

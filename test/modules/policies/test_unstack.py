@@ -233,6 +233,7 @@ def test_a_module_that_adapters_save_is_that_of_the_active_one() -> None:
         assert torch.equal(dict(weights.tensors())["lm_head.weight"], wanted.weight)
 
 
+@takes_adapters
 def test_adapters_added_without_a_wrapper_count_too() -> None:
     model = make_tiny_moe()
     plain = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}

@@ -282,8 +282,8 @@ class ReplayState:
 # forward, and restored only for its recompute.
 #
 # transformers runs a checkpointed layer through one of the attributes ``NAMES``, torch's ``checkpoint_wrapper``
-# through the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens, and at each
-# forward pass outside of one, whose backward may come when one was open.
+# through the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens, and before
+# each forward pass outside of one, whose second run must be known as one that routes live.
 
 
 NAMES = ("_gradient_checkpointing_func", "checkpoint_fn")

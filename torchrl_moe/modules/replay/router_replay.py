@@ -219,9 +219,7 @@ def owner_of(model: nn.Module) -> object | None:
 
 
 def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
-    """Put a handle on every router, on the first decoder layer that has one, and on the module that runs the layers;
-    switch the routers' jitter off.
-    """
+    """Put handles on all routers, the first decoder layer with one, and what runs the layers; switch jitter off."""
     modules = dict(model.named_modules())
     for site in sites:
         router = modules[site.name]

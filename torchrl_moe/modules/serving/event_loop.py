@@ -123,7 +123,7 @@ class _State:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, made at its first use: a fork that ends would close what an unused one of its parent waits with."""
+        """The loop, made at its first use: a forked child that exits closes an unused one, and its parent's epoll."""
         return asyncio.new_event_loop()
 
     def spawn(self, coroutine: Coroutine[object, object, T], future: Future[T]) -> None:
