@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from itertools import islice
@@ -174,6 +175,22 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
 
     with pytest.raises(ValueError, match=r"asks for another answer after max_turns=3: end it, .* or raise max_turns"):
         soon(lambda: next(iter(collect(endless, max_turns=3))))
+
+
+def test_the_wait_for_a_thread_is_not_the_episodes(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rewards of 3 s each in one thread: the last waits for 6 s; and what an episode did before still counts."""
+    monkeypatch.setattr(workflow, "MOST_THREADS", 1)
+    played = PromptEpisode("query", Rewards(lambda query: time.sleep(3) or 1.0), TOKENIZER)
+    collector = collect(played, groups_per_batch=3, group_size=1, reward_timeout=5.5, max_staleness=0)
+    assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2"]
+
+    async def never_done(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        while True:
+            await asyncio.to_thread(time.sleep, 0.01)
+
+    with pytest.raises(EnvironmentTimeoutError, match=r"did not continue within 0\.5 s"):
+        soon(lambda: next(iter(collect(never_done, reward_timeout=0.5))))
 
 
 @pytest.mark.parametrize("where", [pytest.param("reward", marks=pytest.mark.parity), "thread of an episode"])

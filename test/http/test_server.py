@@ -307,7 +307,8 @@ def test_a_key_is_asked_for_everywhere_but_of_health(folder: Path) -> None:
             error_of(client.get(path), 401)
         error_of(client.post("/sessions/a/v1/chat/completions", json=ASKED), 401)
         assert not server.sessions.ids()
-        for headers in ({"authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+        ways = ({"authorization": "Bearer secret"}, {"authorization": "bearer  secret"}, {"x-api-key": "secret"})
+        for headers in ways:
             assert client.post(CHAT, json=ASKED, headers=headers).status_code == 200
         for key in ("Secret", "secre", "secrets", "é"):
             error_of(client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}), 401)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from pytest import MonkeyPatch
 
 from torchrl_moe.trainers.compose import CONFIGS, load_config
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict
+from torchrl_moe.trainers.config import ConfigError, DataConfig, GRPOConfig, LoRAConfig, as_dict, as_yaml
 from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.samples import TASKS
 
@@ -142,6 +143,32 @@ def test_a_resumed_run_keeps_its_settings_and_changes_what_is_asked_for(tmp_path
     (tmp_path / "mine.yaml").write_text(f'defaults: [tiny_cpu, _self_]\nresume: true\nout: "{folder}"\n')
     config = load_config(tmp_path / "mine.yaml", ["optim.lr=9e-4"])
     assert (config.resume, config.out, config.steps, config.optim.lr) == (True, str(folder), 9, 9e-4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${seed}",
+        "\\${seed}",
+        "a \\\\${b",
+        "$x {y}",
+        "1e5",
+        "1.5",
+        "0x10",
+        "nan",
+        "null",
+        "true",
+        "a: b # c",
+        "a\n${b}\n",
+        "\\n",
+        "",
+    ],
+)
+def test_text_of_a_saved_configuration_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    config = replace(load_config("tiny_sums", []), data=DataConfig(arguments={"system": text, "more": [text]}))
+    for explained in (False, True):
+        (tmp_path / "config.yaml").write_text(as_yaml(config, explained))
+        assert load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"]).data == config.data
 
 
 @pytest.mark.parametrize("change", ["seed=1", "loss.replay=none", "data.prompt=question", "model.dtype=bfloat16"])

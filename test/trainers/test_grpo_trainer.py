@@ -298,6 +298,15 @@ def test_after_a_ctrl_c_another_trainer_continues(start: Make, trained: Make, fl
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [0, 1, 2]
 
 
+def test_a_resumed_run_is_not_rated_against_a_model_that_was_trained_meanwhile(trained: Make) -> None:
+    settings = {"checkpoint.every": 1, "loss.arguments": {"kl_to_ref_coeff": 0.1}}
+    model = fake_model()
+    trained(1, settings, model=model)
+    with pytest.raises(ConfigError, match=r"the KL reference would be of its trained weights. Load the model again"):
+        trained(2, {**settings, "resume": True}, model=model)
+    assert trained(2, {**settings, "resume": True}, model=fake_model()).steps_done == 2
+
+
 @pytest.mark.parametrize("comes", ["in the step", "while it waits"])
 def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step_and_waits_for_no_evaluation(
     comes: str, start: Make, monkeypatch: MonkeyPatch

@@ -6,8 +6,11 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from decimal import Decimal
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -260,7 +263,7 @@ class Workflow:
 
     @staticmethod
     def _new_threads() -> Threads:
-        return Threads(MOST_THREADS, "torchrl_moe-workflow")
+        return _EpisodeThreads(MOST_THREADS, "torchrl_moe-workflow")
 
     async def play(
         self,
@@ -299,26 +302,68 @@ class Workflow:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+_CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
+"""That of the episode that runs."""
+
+
+class _EpisodeThreads(Threads):
+    """The time that a call waits for a thread, because all run others' calls, is not its episode's."""
+
+    def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
+        if (clock := _CLOCK.get()) is None:
+            return super().submit(function, *args, **kwargs)
+        loop, waits = asyncio.get_running_loop(), ExitStack()
+        clock.stop()
+        waits.callback(clock.go_on)
+
+        def begin(*_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and the episode with it
+                loop.call_soon_threadsafe(waits.close)  # the first time counts
+
+        def run(called: Callable[[], T]) -> T:
+            begin()
+            return called()
+
+        try:
+            call = super().submit(run, partial(function, *args, **kwargs))
+        except BaseException:
+            waits.close()
+            raise
+        call.add_done_callback(begin)  # it may be cancelled before
+        return call
+
+
 class Clock:
     """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
+        self._seconds = self._left = seconds
         self._timeout = asyncio.timeout(seconds)
         self._is_running = False
         self._stops = 0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop it for the context."""
-        self._stops += 1
-        self._set(None)
+        """Stop it for the context, then let it begin again."""
+        self.stop()
         try:
             yield
         finally:
-            self._stops -= 1
-            if not self._stops and self._seconds is not None:
-                self._set(asyncio.get_running_loop().time() + self._seconds)
+            self._left = self._seconds
+            self.go_on()
+
+    def stop(self) -> None:
+        """Stop it, once more."""
+        self._stops += 1
+        if self._stops == 1 and (when := self._timeout.when()) is not None:
+            self._left = when - asyncio.get_running_loop().time()
+        self._set(None)
+
+    def go_on(self) -> None:
+        """Let it go on with what is left, after as many calls as there were stops."""
+        self._stops -= 1
+        if not self._stops and self._left is not None:
+            self._set(asyncio.get_running_loop().time() + self._left)
 
     def _set(self, when: float | None) -> None:
         if self._is_running and not self._timeout.expired():
@@ -330,11 +375,12 @@ class Clock:
         assert task is not None
         try:
             async with self._timeout:
-                self._is_running = True
+                self._is_running, before = True, _CLOCK.set(self)
                 try:
                     return await episode
                 finally:
                     self._is_running = False
+                    _CLOCK.reset(before)
         except Exception as error:
             if not self._timeout.expired():
                 raise

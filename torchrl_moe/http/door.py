@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import math
+import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -275,7 +276,7 @@ class Door:
         if rest == "/health":
             await self.client.check_health()
             return Response()
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        given = headers.get("x-api-key") or re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.I)
         if self._key is not None and not hmac.compare_digest(given.encode("latin-1"), self._key):
             raise GracefulHTTPError("the api_key is missing or wrong", HTTPStatus.UNAUTHORIZED)
         if rest == "/metrics":

@@ -829,6 +829,26 @@ def as_dict(config: Settings) -> dict[str, object]:
     return {name: as_dict(value) if isinstance(value, Settings) else value for name, value in values.items()}
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML that OmegaConf reads as it was: ``${`` is no reference, and text that looks like a number is text."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        """Escape and quote where it is needed."""
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+        try:
+            float(text)
+        except ValueError:
+            return self.represent_str(text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _dumped(values: dict[str, object]) -> str:
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False))
+
+
 def as_yaml(config: Settings, explained: bool = False) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again.
 
@@ -846,7 +866,7 @@ def as_yaml(config: Settings, explained: bool = False) -> str:
     <BLANKLINE>
     """
     if not explained:
-        return str(yaml.safe_dump(as_dict(config), sort_keys=False))
+        return _dumped(as_dict(config))
     text = ""
     for name, about in _explanations(type(config)).items():
         text += (
@@ -856,7 +876,7 @@ def as_yaml(config: Settings, explained: bool = False) -> str:
         if isinstance(value, Settings):
             text += f"{name}:\n" + textwrap.indent(as_yaml(value, explained=True), "  ")
         else:
-            text += str(yaml.safe_dump({name: value}, sort_keys=False))
+            text += _dumped({name: value})
     return text
 
 

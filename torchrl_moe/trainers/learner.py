@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
@@ -384,6 +385,8 @@ def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
 # The loss, the advantages and the reference that a configuration names.
 TOP_K = ("num_experts_per_tok", "moe_topk")
 Reference = Callable[[TensorDictBase], TensorDictBase]
+TRAINED: WeakSet[nn.Module] = WeakSet()
+"""Models that an optimizer of this process has stepped."""
 
 
 def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
@@ -422,6 +425,11 @@ def build_reference(
     if where in ("", "adapter"):  # the loss scores an adapter's itself
         return None, lambda: None
     if where == "model":
+        if config.resume and actor.model in TRAINED:
+            raise ConfigError(
+                "resume=true with a model that this process has trained: the KL reference would be of its trained "
+                "weights. Load the model again, or set model.source to load it from"
+            )
         follows = config.loss.replay != "none"  # as a switched-off adapter does: both score the same routes
         second = PolicyModel.load(policy_model.source, None, config.model, placement).model if shared else None
         return actor.reference(second, replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), lambda: None
@@ -475,6 +483,7 @@ class Learner:
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,
         )
+        self.optimizer.register_step_post_hook(lambda *_: TRAINED.add(actor.model))
         # optimizer steps of the whole run, which the schedule is spread over
         total = config.steps * optim.epochs * optim.minibatches
         self.stepper = TokenStepper(

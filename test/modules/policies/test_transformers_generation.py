@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from support.families import build
 from support.routes import recorded
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules import RouterReplay
@@ -201,6 +202,29 @@ def test_routes_without_a_cache(model: nn.Module, replay: RouterReplay, prompts:
     for completion in generate_answers(model, prompts, config_of(model, use_cache=False), replay=replay):
         (output,) = completion.outputs
         assert_routes(output, recorded(model, replay, whole(completion, output)[None]))
+
+
+@pytest.mark.parametrize("family", ["minimax", "deepseek_v4", "qwen3_next", "jamba"])
+def test_answers_to_prompts_of_any_lengths_are_those_to_each_alone(family: str) -> None:
+    """In order, with their log-probs and routes; ``minimax`` and ``deepseek_v4`` would see pads before a prompt."""
+    model = build(family)
+    replay = RouterReplay(model)
+    prompts = [list(range(3, 3 + n)) for n in (14, 5, 6, 5)]
+
+    def ask(*prompts: list[int]) -> list[Completion]:
+        config = config_of(model, temperature=0)
+        config.pad_token_id = 0
+        return generate_answers(model, prompts, config, replay=replay)
+
+    together = ask(*prompts)
+    assert [one.request_id for one in together] == ["0", "1", "2", "3"]
+    for completion, prompt in zip(together, prompts, strict=True):
+        (alone,) = ask(prompt)
+        (got,), (wanted,) = completion.outputs, alone.outputs
+        assert completion.prompt_token_ids.tolist() == prompt
+        assert got.token_ids.tolist() == wanted.token_ids.tolist()
+        np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-5, rtol=0)
+        assert np.array_equal(np.sort(got.routed_experts), np.sort(wanted.routed_experts))
 
 
 def test_an_adapter_s_model_generates_with_routes() -> None:

@@ -9,12 +9,13 @@ K experts per token.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -192,6 +193,8 @@ def changes_of(config: GenerationConfig) -> list[str]:
     return [f"{name}={value!r}" for name, value in values.items() if value not in CHANGES[name]]
 
 
+NO_PADS_BEFORE = ("deepseek_v4", "minimax")
+"""Model types whose blocks of tokens begin at the pads: only prompts of one length are generated from together."""
 _LOCKS: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 """A model runs one generation at a time: otherwise the steps of two would be recorded together."""
 
@@ -211,13 +214,29 @@ def generate_answers(
     for i, ids in enumerate(prompts):
         if not len(ids):
             raise ValueError(f"the prompt of sample {i} has no tokens: there is nothing to continue from")
+    lengths = sorted(set(map(len, prompts)))
+    if len(lengths) > 1 and getattr(unwrap(model).config, "model_type", "") in NO_PADS_BEFORE:
+        each: dict[int, Completion] = {}
+        for length in lengths:
+            rows = [i for i, ids in enumerate(prompts) if len(ids) == length]
+            answers = generate_answers(
+                model,
+                [prompts[i] for i in rows],
+                copy.deepcopy(config),
+                samples,
+                log_probs=log_probs,
+                replay=replay,
+                tokenizer=tokenizer,
+            )
+            each |= {i: replace(answer, request_id=str(i)) for i, answer in zip(rows, answers, strict=True)}
+        return [each[i] for i in range(len(prompts))]
     if samples > 1 and not config.do_sample:
         raise ValueError(f"{samples} greedy answers to a prompt would be identical. Pass do_sample=True")
     device = computing_device(model)
     # transformers generates from prompts that are padded on the left
-    rows = [torch.tensor(ids) for ids in prompts]
-    inputs = pad_left(rows, int(config.pad_token_id or 0)).to(device)
-    mask = pad_left([torch.ones_like(row) for row in rows], 0).to(device)
+    tensors = [torch.tensor(ids) for ids in prompts]
+    inputs = pad_left(tensors, int(config.pad_token_id or 0)).to(device)
+    mask = pad_left([torch.ones_like(row) for row in tensors], 0).to(device)
     ends = StoppingCriteriaList()
     if config.stop_strings:
         if tokenizer is None:
