@@ -197,6 +197,7 @@ def post(door: Served, path: str, body: bytes | str) -> httpx.Response:
         {"stop_token_ids": [99999999]},
         {"allowed_token_ids": [99999999]},
         {"routed_experts_prompt_start": 3},
+        {"priority": 2**31},
     ],
 )
 def test_ids_that_the_model_has_not(door: Served, changes: dict[str, Any], stream: bool) -> None:

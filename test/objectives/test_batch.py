@@ -13,7 +13,9 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor
 
 from support.rollouts import VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.objectives.batch import LossInputs, LossKeys, Masking, TokenReader, score_reference, score_tokens
+from torchrl_moe.testing import make_tiny_moe
 
 FULL = ("tokens", "full")
 PROMPT, ATTENTION, ASSISTANT = ("tokens", "prompt"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -293,6 +295,23 @@ class AdaptedActor(torch.nn.Module):
         self.asked.append(entropy)
         td["scribble"] = torch.zeros(len(td))
         return self.model(torch.ones(*TOKENS.shape, 3))[..., 0], None, None
+
+
+def test_the_reference_follows_the_experts_that_the_actor_recorded() -> None:
+    """Also where the actor records again in each pass without gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    actor = TransformersWrapper(get_peft_model(make_tiny_moe(), lora), replay="R2")
+    ids = torch.arange(3, 23).reshape(2, 10)
+    td = TensorDict({"tokens": {"full": ids}, "masks": {"all_attention_mask": torch.ones_like(ids).bool()}}, [2])
+    with torch.no_grad():
+        actor.score(td)
+    again = actor.get_new_version(rerecord=True)
+    wanted, live = (score_reference(one, td, ids, ATTENTION) for one in (actor, actor.get_new_version(replay="none")))
+    assert not torch.equal(wanted, live)
+    assert torch.equal(score_reference(again, td, ids, ATTENTION), wanted)
 
 
 def test_the_reference_is_the_model_without_its_adapter() -> None:

@@ -45,6 +45,7 @@ from torchrl_moe.errors import (
 )
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
 from torchrl_moe.modules.backends.sampling_fields import check_fields
+from torchrl_moe.modules.serving.requests import MOST
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -201,6 +202,8 @@ class ServiceClient(EngineClient):
         del reasoning_ended, reasoning_parser_kwargs
         call = CALL.get()
         self.check_admission(sampling_params.n)
+        if abs(priority) > MOST:
+            raise VLLMValidationError(f"priority must be at least -{MOST} and at most {MOST}", parameter="priority")
         ids = _prompt_ids(prompt)
         try:
             if call.session is not None and call.is_text:

@@ -419,6 +419,8 @@ def score_reference(
             f"reference='adapter' needs a model with an adapter that can be switched off (peft's disable_adapter), got "
             f"{type(actor).__name__} of {type(holders[1]).__name__}: use reference='key' and RetrieveLogProb."
         )
+    if getattr(actor, "rerecord", False):  # the reference would follow experts of its own
+        actor = actor.get_new_version(rerecord=False)
     # a copy, because what the actor writes there belongs to another policy
     with torch.no_grad(), model.disable_adapter():
         scores = score_tokens(actor, tensordict.copy(), tokens, attention_mask_key, False, mask)

@@ -118,6 +118,22 @@ def test_strategies_learn_of_every_placement_and_one_that_fails_to_keeps_no_othe
     assert inflight(lb) == [0, 0]  # it has no lease, which nobody could release
 
 
+def test_a_strategy_that_cannot_finish_a_session_keeps_no_other_from_it() -> None:
+    class Keeps(Says):
+        def finish_session(self, session_id: str) -> None:
+            raise KeyError(session_id)
+
+    class Hears(Says):
+        def finish_session(self, session_id: str) -> None:
+            heard.append(session_id)
+
+    heard: list[str] = []
+    lb = LoadBalancer(["a"], [Keeps(name="keeps"), Hears()])
+    with pytest.warns(UserWarning, match=r"strategy 'keeps' failed to finish a session with KeyError\('s'\)"):
+        lb.finish_session("s")
+    assert heard == ["s"]
+
+
 def test_a_keyboard_interrupt_is_no_failure() -> None:
     lb = LoadBalancer(["a"], [Says(Mock(side_effect=KeyboardInterrupt())), "requests"])
     with pytest.raises(KeyboardInterrupt):

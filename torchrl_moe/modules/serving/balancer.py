@@ -373,11 +373,14 @@ class LoadBalancer:
         return candidates
 
     def _learn(self, entry: TableEntry, context: RoutingContext) -> None:
+        self._tell("learn", lambda strategy: strategy.placed(entry, context))
+
+    def _tell(self, what: str, tell: Callable[[Strategy], object]) -> None:
         for strategy in self._strategies:
             try:
-                strategy.placed(entry, context)
+                tell(strategy)
             except Exception as error:  # noqa: BLE001  as above
-                self._warn(strategy, f"failed to learn with {error!r}")
+                self._warn(strategy, f"failed to {what} with {error!r}")
 
     def _warn(self, strategy: Strategy, what: str) -> None:
         if id(strategy) not in self._warned:
@@ -394,8 +397,7 @@ class LoadBalancer:
     def finish_session(self, session_id: str) -> None:
         """End a session; otherwise it counts as active until it was idle for ten minutes."""
         with self.replica_table.lock:
-            for strategy in self._strategies:
-                strategy.finish_session(session_id)
+            self._tell("finish a session", lambda strategy: strategy.finish_session(session_id))
 
     # -- stats ----------------------------------------------------------------------------------------------------
 
