@@ -178,19 +178,35 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
 
 
 def test_the_wait_for_a_thread_is_not_the_episodes(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rewards of 3 s each in one thread: the last waits for 6 s; and what an episode did before still counts."""
+    """Three rewards of 3 s each in one thread: the last waits for 6 s."""
     monkeypatch.setattr(workflow, "MOST_THREADS", 1)
     played = PromptEpisode("query", Rewards(lambda query: time.sleep(3) or 1.0), TOKENIZER)
     collector = collect(played, groups_per_batch=3, group_size=1, reward_timeout=5.5, max_staleness=0)
     assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2"]
 
-    async def never_done(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        while True:
-            await asyncio.to_thread(time.sleep, 0.01)
 
-    with pytest.raises(EnvironmentTimeoutError, match=r"did not continue within 0\.5 s"):
-        soon(lambda: next(iter(collect(never_done, reward_timeout=0.5))))
+@pytest.mark.parametrize("calls", ["many short ones", "some that hang at once", "one that hangs, then another"])
+def test_a_wait_for_threads_hides_no_hang(collect: Collect, monkeypatch: pytest.MonkeyPatch, calls: str) -> None:
+    """Episodes whose calls hang hold the threads which their further calls wait for."""
+    monkeypatch.setattr(workflow, "MOST_THREADS", 2)
+    released = threading.Event()
+
+    async def judge(after: float) -> None:
+        await asyncio.sleep(after)
+        await asyncio.to_thread(released.wait)
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        while calls == "many short ones":
+            await asyncio.to_thread(time.sleep, 0.01)
+        await asyncio.gather(*(judge(i * 0.1 * (calls != "some that hang at once")) for i in range(4)))
+        return 1.0
+
+    try:
+        with pytest.raises(EnvironmentTimeoutError, match=r"did not continue within 0\.5 s"):
+            soon(lambda: next(iter(collect(episode, groups_per_batch=2, reward_timeout=0.5))))
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize("where", [pytest.param("reward", marks=pytest.mark.parity), "thread of an episode"])

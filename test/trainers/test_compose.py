@@ -165,7 +165,10 @@ def test_a_resumed_run_keeps_its_settings_and_changes_what_is_asked_for(tmp_path
     ],
 )
 def test_text_of_a_saved_configuration_stays_as_it_is(tmp_path: Path, text: str) -> None:
-    config = replace(load_config("tiny_sums", []), data=DataConfig(arguments={"system": text, "more": [text]}))
+    config = replace(
+        load_config("tiny_sums", []),
+        data=DataConfig(arguments={"system": text, "more": [text, {text or "none": [text]}]}),
+    )
     for explained in (False, True):
         (tmp_path / "config.yaml").write_text(as_yaml(config, explained))
         assert load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"]).data == config.data

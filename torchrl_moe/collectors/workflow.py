@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from decimal import Decimal
 from functools import partial
@@ -307,67 +307,73 @@ _CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
 
 
 class _EpisodeThreads(Threads):
-    """The time that a call waits for a thread, because all run others' calls, is not its episode's."""
+    """Tells the clock of the episode that runs which of its calls wait for a thread, and which are in one."""
 
     def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
         if (clock := _CLOCK.get()) is None:
             return super().submit(function, *args, **kwargs)
-        loop, waits = asyncio.get_running_loop(), ExitStack()
-        clock.stop()
-        waits.callback(clock.go_on)
-
-        def begin(*_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and the episode with it
-                loop.call_soon_threadsafe(waits.close)  # the first time counts
 
         def run(called: Callable[[], T]) -> T:
-            begin()
+            clock.tell(waiting=-1, running=1)
             return called()
 
-        try:
-            call = super().submit(run, partial(function, *args, **kwargs))
-        except BaseException:
-            waits.close()
-            raise
-        call.add_done_callback(begin)  # it may be cancelled before
+        def end(call: Future[T]) -> None:
+            if call.cancelled():  # before a thread took it
+                clock.tell(waiting=-1)
+            else:
+                clock.tell(running=-1)
+
+        call = super().submit(run, partial(function, *args, **kwargs))
+        clock.tell(waiting=1)
+        call.add_done_callback(end)
         return call
 
 
 class Clock:
-    """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again."""
+    """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again.
+
+    It stands, too, while all that the episode called waits for a thread, which others' calls are in.
+    """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = self._left = seconds
+        self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(seconds)
-        self._is_running = False
-        self._stops = 0
+        self._is_running = self._stands = False
+        self._answers = self._waiting = self._in_thread = 0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop it for the context, then let it begin again."""
-        self.stop()
+        self._answers += 1
+        self._update()
         try:
             yield
         finally:
-            self._left = self._seconds
-            self.go_on()
+            self._answers -= 1
+            if not self._answers:
+                self._left = self._seconds
+            self._update()
 
-    def stop(self) -> None:
-        """Stop it, once more."""
-        self._stops += 1
-        if self._stops == 1 and (when := self._timeout.when()) is not None:
-            self._left = when - asyncio.get_running_loop().time()
-        self._set(None)
+    def tell(self, waiting: int = 0, running: int = 0) -> None:
+        """Say how many calls more, or less, wait for a thread and are in one; from any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and the episode with it
+            self._loop.call_soon_threadsafe(self._count, waiting, running)
 
-    def go_on(self) -> None:
-        """Let it go on with what is left, after as many calls as there were stops."""
-        self._stops -= 1
-        if not self._stops and self._left is not None:
-            self._set(asyncio.get_running_loop().time() + self._left)
+    def _count(self, waiting: int, running: int) -> None:
+        self._waiting += waiting
+        self._in_thread += running
+        self._update()
 
-    def _set(self, when: float | None) -> None:
-        if self._is_running and not self._timeout.expired():
-            self._timeout.reschedule(when)
+    def _update(self) -> None:
+        # a call in a thread may hang, so it counts, whatever waits beside it: or nobody would give up its thread
+        stands = bool(self._answers) or (self._waiting > 0 and not self._in_thread)
+        if stands and not self._stands and (when := self._timeout.when()) is not None:
+            self._left = when - self._loop.time()
+        if stands != self._stands and self._is_running and self._seconds is not None and not self._timeout.expired():
+            assert self._left is not None
+            self._timeout.reschedule(None if stands else self._loop.time() + self._left)
+        self._stands = stands
 
     async def run(self, episode: Awaitable[T]) -> T:
         """Await an episode and return its result."""

@@ -830,11 +830,10 @@ def as_dict(config: Settings) -> dict[str, object]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML that OmegaConf reads as it was: ``${`` is no reference, and text that looks like a number is text."""
+    """Quotes text that OmegaConf, which has another idea of numbers than PyYAML, would read as one."""
 
     def represent_text(self, text: str) -> yaml.Node:
-        """Escape and quote where it is needed."""
-        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+        """Quote it if it can be read as a number."""
         try:
             float(text)
         except ValueError:
@@ -846,7 +845,16 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _dumped(values: dict[str, object]) -> str:
-    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False))
+    return str(yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False))
+
+
+def _escaped(value: object) -> object:
+    """Return values in which ``${`` is no reference to OmegaConf; in keys it never is."""
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def as_yaml(config: Settings, explained: bool = False) -> str:
