@@ -420,6 +420,26 @@ class Calls:
         trainer.register_op("post_optim", self)
 
 
+def test_after_a_signal_the_engine_sleeps_at_once(start: Make, monkeypatch: MonkeyPatch) -> None:
+    over, modes = threading.Event(), []
+
+    def evaluate() -> float:
+        if trainer.steps_done == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            assert over.wait(60)
+        return 1.0
+
+    settings = {"checkpoint.every": 100, "eval.every": 1, "engine.sleep": True}
+    with start(6, settings, held_out=[{"prompt": "1+1="}]) as trainer:
+        monkeypatch.setattr(trainer, "evaluate", evaluate)
+        monkeypatch.setattr(trainer.rollout_engine.engine, "sleep", lambda mode: modes.append(mode))
+        monkeypatch.setattr(trainer.rollout_engine.engine, "wake_up", lambda: None)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert (modes, trainer.steps_done) == (["wait", "keep"], 2)
+        over.set()
+
+
 def test_hooks_log_by_step_get_the_means_of_updates_and_keep_their_state(start: Make) -> None:
     """TorchRL's and one's own, over two runs: the number of optimizer steps goes on where the first has ended."""
     logged: list[tuple[int, dict[str, float]]] = []

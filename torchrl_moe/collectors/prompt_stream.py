@@ -141,12 +141,24 @@ def _rows_of(batch: object) -> Iterable[TensorDictBase]:
             return [TensorDict(dict(batch))]
         if len(sizes) > 1:
             raise ValueError(f"the columns of a batch have different lengths: {sorted(sizes)}")
+        if ambiguous := [name for name, value in batch.items() if _is_of_one_row(value)]:
+            raise ValueError(
+                f"a mapping with lists is a batch with a row for each item, but {ambiguous[0]!r} is of one row: make "
+                f"it a list, too; for a single row, which has lists, put all in lists: {{{ambiguous[0]!r}: [...], ...}}"
+            )
         return TensorDict(dict(batch), batch_size=list(sizes)).unbind(0)
     if isinstance(batch, list | tuple):
         return [row for part in batch for row in _rows_of(part)]
     raise TypeError(
         f"the dataloader must yield mappings or TensorDicts, got {type(batch).__name__}: give it a collate_fn"
     )
+
+
+def _is_of_one_row(value: object) -> bool:
+    """Whether a value is a plain one, or the messages of a conversation, so that it can't be a column."""
+    if isinstance(value, list | tuple) and value:
+        return all(isinstance(item, Mapping) and "role" in item for item in value)
+    return isinstance(value, str | bool | int | float)
 
 
 def _rng(dataloader: object) -> torch.Generator:

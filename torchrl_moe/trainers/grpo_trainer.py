@@ -427,7 +427,8 @@ class MoEGRPOTrainer(RunReports):
             # the trainer may need the engine's memory, which cannot evaluate meanwhile
             if collected is not None and config.engine.sleep:
                 self.evaluation.wait()
-                engine.engine.sleep()
+                # after a signal there is no time for what runs; it goes on afterwards
+                engine.engine.sleep(mode="keep" if self._is_interrupted else "wait")
             with clock("score"):
                 # prepare: metrics and advantages of the whole batch; then each rank has its share of the groups
                 metrics: dict[str, float] = {}

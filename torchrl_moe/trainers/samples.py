@@ -735,7 +735,7 @@ class Evaluation:
         # looked at again and again, since a signal may come meanwhile
         while running is not None and not self._is_stopped and not wait([running], LOOK_SECONDS).done:
             pass
-        if running is None or self._is_stopped:
+        if running is None or not running.done():
             return
         if (error := running.exception()) is not None:
             LOG.warning("no evaluation at step %d: %r", self._step, error)
