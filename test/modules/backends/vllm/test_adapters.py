@@ -88,6 +88,22 @@ async def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() ->
 
 
 @in_loop
+async def test_an_adapter_serves_until_what_replaces_it_is_loaded() -> None:
+    engine = FakeLLM()
+    adapters = Adapters(engine)
+    await adapters.load(ADAPTER)
+    engine.fail["load_adapter"] = Exception("bad")
+    bad = [{**ADAPTER, "lora_path": path, "load_inplace": True} for path in ("/a", "/b")]
+    *errors, served = await asyncio.gather(*map(adapters.load, (*bad, ADAPTER)), return_exceptions=True)
+    assert [type(error) for error in errors] == [ValueError] * 2
+    assert (served.lora_name, (await adapters.load(ADAPTER)).lora_name) == ("tiny-1", "tiny-1")
+    engine.fail.clear()
+    # of two that are loaded at the same time, the one that was asked for later stays
+    await asyncio.gather(*map(adapters.load, bad))
+    assert (await adapters.load({**ADAPTER, "lora_path": "/b"})).lora_path == "/b"
+
+
+@in_loop
 async def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
     engine = FakeLLM()
     engine.fail["load_adapter"] = Exception("Worker failed")  # of no narrower type, as vLLM's

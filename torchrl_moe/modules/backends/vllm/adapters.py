@@ -70,6 +70,7 @@ async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> LoRARe
 class _Known:
     """An adapter under a user's id: the path that was given, our copy of it, and vLLM's request, once it is loaded."""
 
+    number: int
     path: str
     folder: Path
     loading: asyncio.Task[LoRARequest]
@@ -95,14 +96,16 @@ class Adapters:
         if lora is None:
             return None
         number, path = lora.lora_int_id, lora.lora_path
-        # one load for all requests that name it; a user replaces it by load_inplace only
-        before = self._known.get(number)
-        if before is None or lora.load_inplace:
-            folder = new_folder()
-            loading = asyncio.get_running_loop().create_task(self._load(lora, folder, before))
-            self._known[number] = _Known(path, folder, loading)
-        known = self._known[number]
-        if known.path != path:
+        # one load for all requests that name it; a user replaces it by load_inplace only, once that is loaded
+        known = self._known.get(number)
+        if known is None or lora.load_inplace:
+            ours, folder = next(self._numbers), new_folder()
+            loading = asyncio.get_running_loop().create_task(self._load(lora, ours, folder))
+            new = _Known(ours, path, folder, loading)
+            if known is None:
+                self._known[number] = new
+            known = new
+        elif known.path != path:
             raise ValueError(
                 f"lora_int_id={number} is the adapter of {known.path!r}, not of {path!r}: give each one an id of its "
                 "own, or pass load_inplace=True to replace it."
@@ -112,12 +115,9 @@ class Adapters:
         except Exception as error:  # vLLM's own is no narrower
             if self._known.get(number) is known:
                 del self._known[number]
-                if before not in (None, known):  # it still is what its id stands for
-                    self._known[number] = before
             raise ValueError(f"adapter {lora.lora_name!r} of {path!r} cannot be loaded: {error}") from error
 
-    async def _load(self, lora: LoRARequest, folder: Path, before: _Known | None) -> LoRARequest:
-        number = next(self._numbers)
+    async def _load(self, lora: LoRARequest, number: int, folder: Path) -> LoRARequest:
         try:
             is_copied = await asyncio.to_thread(_copy, lora.lora_path, folder)
             fields = {
@@ -131,9 +131,14 @@ class Adapters:
         except BaseException:
             shutil.rmtree(folder)
             raise
-        if before is not None and before.folder.is_dir():  # requests that began with it may have to load it again
-            shutil.rmtree(before.folder)
-            before.folder.symlink_to(folder)
+        before, loading = self._known.get(lora.lora_int_id), asyncio.current_task()
+        if before is None or before.number < number:  # its id stands for it from now on
+            assert loading is not None
+            self._known[lora.lora_int_id] = _Known(number, lora.lora_path, folder, loading)
+            # requests that began with the former one may have to load it again
+            if before is not None and before.loading.done() and before.folder.is_dir():
+                shutil.rmtree(before.folder)
+                before.folder.symlink_to(folder)
         return loaded
 
 
