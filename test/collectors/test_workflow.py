@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from typing import Any
 
@@ -177,12 +177,50 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
         soon(lambda: next(iter(collect(endless, max_turns=3))))
 
 
-def test_the_wait_for_a_thread_is_not_the_episodes(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rewards of 3 s each in one thread: the last waits for 6 s."""
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_the_wait_for_a_thread_is_not_the_episodes(
+    collect: Collect, monkeypatch: pytest.MonkeyPatch, gives_up: bool
+) -> None:
+    """Four calls of 2 s each in one thread: the last waits for 6 s. One that its episode gave up waits for nothing."""
     monkeypatch.setattr(workflow, "MOST_THREADS", 1)
-    played = PromptEpisode("query", Rewards(lambda query: time.sleep(3) or 1.0), TOKENIZER)
-    collector = collect(played, groups_per_batch=3, group_size=1, reward_timeout=5.5, max_staleness=0)
-    assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2"]
+    released = threading.Event()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        if gives_up:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(released.wait), 0.1)
+        await asyncio.to_thread(time.sleep, 2)
+        return 1.0
+
+    collector = collect(episode, groups_per_batch=4, group_size=1, reward_timeout=5.0, max_staleness=0)
+    try:
+        assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2", "q3"]
+    finally:
+        released.set()
+
+
+def test_calls_that_episodes_left_behind_give_their_threads_to_others(
+    collect: Collect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow, "MOST_THREADS", 2)
+    released, left = threading.Event(), []
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        if data["query"] in ("q0", "q1"):
+            left.append(asyncio.ensure_future(asyncio.to_thread(released.wait)))
+            return 1.0
+        return await asyncio.to_thread(float, "1")
+
+    collector = collect(episode, groups_per_batch=2, group_size=1, order="fifo", reward_timeout=3.0)
+    try:
+        seen = soon(lambda: [query for batch in islice(collector, 2) for query in queries(batch)])
+        assert seen == ["q0", "q1", "q2", "q3"]
+        released.set()
+        until(lambda: [one.done() and one.result() for one in left] == [True] * 2)  # and they have their results
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize("calls", ["many short ones", "some that hang at once", "one that hangs, then another"])

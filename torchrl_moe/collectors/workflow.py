@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from decimal import Decimal
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -24,10 +23,12 @@ from torchrl_moe._checks import check_number
 from torchrl_moe.collectors.environments import (
     MAX_TURNS,
     MOST_THREADS,
+    CallState,
     EnvironmentPool,
     EnvironmentTimeoutError,
     Generate,
     Threads,
+    Watch,
     take_dataloader,
     too_many_turns,
     with_batch_size,
@@ -307,40 +308,27 @@ _CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
 
 
 class _EpisodeThreads(Threads):
-    """Tells the clock of the episode that runs which of its calls wait for a thread, and which are in one."""
+    """Tells the clock of an episode about its calls."""
 
-    def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
-        if (clock := _CLOCK.get()) is None:
-            return super().submit(function, *args, **kwargs)
-
-        def run(called: Callable[[], T]) -> T:
-            clock.tell(waiting=-1, running=1)
-            return called()
-
-        def end(call: Future[T]) -> None:
-            if call.cancelled():  # before a thread took it
-                clock.tell(waiting=-1)
-            else:
-                clock.tell(running=-1)
-
-        call = super().submit(run, partial(function, *args, **kwargs))
-        clock.tell(waiting=1)
-        call.add_done_callback(end)
-        return call
+    def _watch(self) -> Watch | None:
+        return None if (clock := _CLOCK.get()) is None else clock.watch
 
 
 class Clock:
     """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again.
 
-    It stands, too, while all that the episode called waits for a thread, which others' calls are in.
+    It stands, too, while all that the episode called waits for a thread, because others' calls are in them. A call that
+    was in one as long as that is given up, whether it is awaited or not: so each wait ends.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = self._left = seconds
         self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(seconds)
+        self._timeout: asyncio.Timeout | None = asyncio.timeout(seconds)
         self._is_running = self._stands = False
-        self._answers = self._waiting = self._in_thread = 0
+        self._answers = 0
+        self._calls: dict[Future[Any], asyncio.TimerHandle | None] = {}  # when those in threads are given up
+        self.watch: Watch | None = None if seconds is None else self._tell
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -355,40 +343,46 @@ class Clock:
                 self._left = self._seconds
             self._update()
 
-    def tell(self, waiting: int = 0, running: int = 0) -> None:
-        """Say how many calls more, or less, wait for a thread and are in one; from any thread."""
+    def _tell(self, call: Future[Any], state: CallState) -> None:
         with suppress(RuntimeError):  # the loop has ended, and the episode with it
-            self._loop.call_soon_threadsafe(self._count, waiting, running)
+            self._loop.call_soon_threadsafe(self._note, call, state)
 
-    def _count(self, waiting: int, running: int) -> None:
-        self._waiting += waiting
-        self._in_thread += running
+    def _note(self, call: Future[Any], state: CallState) -> None:
+        if (given_up := self._calls.pop(call, None)) is not None:
+            given_up.cancel()
+        if state is CallState.WAITS:
+            self._calls[call] = None
+        elif state is CallState.IS_IN_THREAD and self._seconds is not None:
+            # what awaits it gets its result all the same, but others get its place
+            self._calls[call] = self._loop.call_later(self._seconds, call.cancel)
         self._update()
 
     def _update(self) -> None:
-        # a call in a thread may hang, so it counts, whatever waits beside it: or nobody would give up its thread
-        stands = bool(self._answers) or (self._waiting > 0 and not self._in_thread)
-        if stands and not self._stands and (when := self._timeout.when()) is not None:
+        stands = bool(self._answers) or (bool(self._calls) and not any(self._calls.values()))
+        if stands == self._stands or self._timeout is None or self._timeout.expired() or self._seconds is None:
+            return
+        self._stands = stands
+        if stands and (when := self._timeout.when()) is not None:
             self._left = when - self._loop.time()
-        if stands != self._stands and self._is_running and self._seconds is not None and not self._timeout.expired():
+        if self._is_running:
             assert self._left is not None
             self._timeout.reschedule(None if stands else self._loop.time() + self._left)
-        self._stands = stands
 
     async def run(self, episode: Awaitable[T]) -> T:
         """Await an episode and return its result."""
-        task = asyncio.current_task()
-        assert task is not None
+        task, timeout = asyncio.current_task(), self._timeout
+        assert task is not None and timeout is not None
         try:
-            async with self._timeout:
+            async with timeout:
                 self._is_running, before = True, _CLOCK.set(self)
                 try:
                     return await episode
                 finally:
-                    self._is_running = False
+                    # a context that has this clock may outlive it, in a thread that hangs, and it would keep the task
+                    self._timeout = None
                     _CLOCK.reset(before)
         except Exception as error:
-            if not self._timeout.expired():
+            if not timeout.expired():
                 raise
             late = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
             raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s{late}") from error

@@ -8,6 +8,7 @@ Letters: B sequences, T tokens of the longest, P_i prompt and T_i prompt and res
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
@@ -420,7 +421,8 @@ def score_reference(
             f"{type(actor).__name__} of {type(holders[1]).__name__}: use reference='key' and RetrieveLogProb."
         )
     if getattr(actor, "rerecord", False):  # the reference would follow experts of its own
-        actor = actor.get_new_version(rerecord=False)
+        actor = copy.copy(actor)
+        actor.rerecord = False
     # a copy, because what the actor writes there belongs to another policy
     with torch.no_grad(), model.disable_adapter():
         scores = score_tokens(actor, tensordict.copy(), tokens, attention_mask_key, False, mask)
