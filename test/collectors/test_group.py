@@ -236,7 +236,8 @@ def test_what_was_under_way_comes_again_first_also_of_an_earlier_epoch(
         (["a"], TypeError, "must yield mappings or TensorDicts, got str: give it a collate_fn"),
         ([{"query": ["a", "b"], "target": ["x"]}], ValueError, r"different lengths: \[1, 2\]"),
         ([{"query": "Which?", "choices": ["a", "b"]}], ValueError, "'query' is of one row: make it a list, too"),
-        ([{"messages": [{"role": "system"}, {"role": "user"}]}], ValueError, "'messages' is of one row: .* in lists"),
+        ([{"choices": ["a", "b"], "hint": None}], ValueError, "'hint' is of one row"),
+        ([{"messages": [{"role": "user", "content": "?"}] * 2}], ValueError, "'messages' is of one row: .* in lists"),
     ],
 )
 def test_what_is_no_data_is_refused(data: Any, kind: Any, words: str) -> None:

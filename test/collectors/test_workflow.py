@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -177,72 +177,56 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
         soon(lambda: next(iter(collect(endless, max_turns=3))))
 
 
-@pytest.mark.parametrize("gives_up", [False, True])
-def test_the_wait_for_a_thread_is_not_the_episodes(
-    collect: Collect, monkeypatch: pytest.MonkeyPatch, gives_up: bool
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_wait_for_a_thread_is_not_the_time_of_a_reward(
+    collect: Collect, monkeypatch: pytest.MonkeyPatch, mixed: bool
 ) -> None:
-    """Four calls of 2 s each in one thread: the last waits for 6 s. One that its episode gave up waits for nothing."""
+    """Four plain rewards of 2 s each, of which one is computed at a time: the last waits for 6 s."""
     monkeypatch.setattr(workflow, "MOST_THREADS", 1)
-    released = threading.Event()
 
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        if gives_up:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(released.wait), 0.1)
-        await asyncio.to_thread(time.sleep, 2)
+    async def at_once(completion: str) -> float:
+        return 0.0
+
+    def slow(query: str) -> float:
+        time.sleep(2)
         return 1.0
 
-    collector = collect(episode, groups_per_batch=4, group_size=1, reward_timeout=5.0, max_staleness=0)
-    try:
-        assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2", "q3"]
-    finally:
-        released.set()
+    played = PromptEpisode("query", Rewards([slow, at_once] if mixed else slow), TOKENIZER)
+    collector = collect(played, groups_per_batch=4, group_size=1, reward_timeout=5.0, max_staleness=0)
+    assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2", "q3"]
 
 
-def test_calls_that_episodes_left_behind_give_their_threads_to_others(
-    collect: Collect, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rewards_that_hang_are_given_up_whoever_waits_for_them(
+    collect: Collect, monkeypatch: pytest.MonkeyPatch, mixed: bool
 ) -> None:
+    """Two at once in each sample; nobody waits for those of the first one."""
     monkeypatch.setattr(workflow, "MOST_THREADS", 2)
     released, left = threading.Event(), []
 
+    async def at_once(completion: str) -> float:
+        return 0.0
+
+    def hangs(query: str) -> float:
+        return float(released.wait() if query != "q2" else 1.0)
+
+    rewards = Rewards([hangs, at_once] if mixed else hangs)
+
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
-        if data["query"] in ("q0", "q1"):
-            left.append(asyncio.ensure_future(asyncio.to_thread(released.wait)))
+        both = [asyncio.ensure_future(rewards("", "", [], {"query": data["query"]})) for _ in range(2)]
+        if data["query"] == "q0":
+            left.extend(both)
             return 1.0
-        return await asyncio.to_thread(float, "1")
+        return sum([reward.total or 0.0 for reward in await asyncio.gather(*both)])
 
-    collector = collect(episode, groups_per_batch=2, group_size=1, order="fifo", reward_timeout=3.0)
+    collector = collect(episode, groups_per_batch=2, group_size=1, order="fifo", reward_timeout=3.0, max_failures=1)
     try:
-        seen = soon(lambda: [query for batch in islice(collector, 2) for query in queries(batch)])
-        assert seen == ["q0", "q1", "q2", "q3"]
-        released.set()
-        until(lambda: [one.done() and one.result() for one in left] == [True] * 2)  # and they have their results
-    finally:
-        released.set()
-
-
-@pytest.mark.parametrize("calls", ["many short ones", "some that hang at once", "one that hangs, then another"])
-def test_a_wait_for_threads_hides_no_hang(collect: Collect, monkeypatch: pytest.MonkeyPatch, calls: str) -> None:
-    """Episodes whose calls hang hold the threads which their further calls wait for."""
-    monkeypatch.setattr(workflow, "MOST_THREADS", 2)
-    released = threading.Event()
-
-    async def judge(after: float) -> None:
-        await asyncio.sleep(after)
-        await asyncio.to_thread(released.wait)
-
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        while calls == "many short ones":
-            await asyncio.to_thread(time.sleep, 0.01)
-        await asyncio.gather(*(judge(i * 0.1 * (calls != "some that hang at once")) for i in range(4)))
-        return 1.0
-
-    try:
-        with pytest.raises(EnvironmentTimeoutError, match=r"did not continue within 0\.5 s"):
-            soon(lambda: next(iter(collect(episode, groups_per_batch=2, reward_timeout=0.5))))
+        assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q2"]
+        said = "the episode did not continue within 3 s: it waits for the reward function 'hangs'"
+        assert said in str(collector.first_failure)
+        until(lambda: all(one.done() for one in left))
+        assert {type(one.exception()) for one in left} == {EnvironmentTimeoutError}
     finally:
         released.set()
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from enum import Enum, auto
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
@@ -229,10 +228,6 @@ class EnvironmentTimeoutError(TimeoutError):
     """A call of an environment did not return in time; its thread is still in it."""
 
 
-Watch: TypeAlias = "Callable[[Future[Any], CallState], None]"
-"""Is told of each state of a call, from any thread."""
-
-
 class Threads(ThreadPoolExecutor):
     """Daemon threads for functions that may hang: a call that is cancelled while it runs costs a thread, not its place.
 
@@ -250,7 +245,7 @@ class Threads(ThreadPoolExecutor):
         self._is_over = False
 
     def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
-        call: _Call[T] = _Call(partial(function, *args, **kwargs), self._give_up, self._watch())
+        call: _Call[T] = _Call(partial(function, *args, **kwargs), self._give_up)
         with self._changed:
             if self._is_over:
                 raise RuntimeError("these threads have ended, and call nothing more")
@@ -261,18 +256,12 @@ class Threads(ThreadPoolExecutor):
                     f"{', '.join(names[:3])}: a function that may hang needs a time limit of its own"
                 )
             self._calls.append(call)
-            call.tell(CallState.WAITS)
             try:
                 self._wake_thread()
             except RuntimeError:  # the system has no thread left
                 self._calls.remove(call)
-                call.tell(CallState.IS_OVER)
                 raise
         return call
-
-    def _watch(self) -> Watch | None:
-        """Return what is told about a call that is submitted here and now."""
-        return None
 
     def call(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         """Call user code, for the running event loop; its errors are plain ones."""
@@ -324,46 +313,29 @@ class Threads(ThreadPoolExecutor):
         with self._changed:
             if not call.is_over and call not in self._given_up:
                 self._given_up.add(call)
-                call.tell(CallState.IS_OVER)
                 self._workers -= 1
                 if self._calls:
                     self._wake_thread()
 
 
-class CallState(Enum):
-    """Whether a call waits for a thread, is in one, or needs none any more."""
-
-    WAITS = auto()
-    IS_IN_THREAD = auto()
-    IS_OVER = auto()
-
-
 class _Call(Future[T]):
     """A call in a thread; ``give_up`` is called if it is cancelled while it runs."""
 
-    def __init__(self, function: Callable[[], T], give_up: Callable[[_Call[T]], None], watch: Watch | None) -> None:
+    def __init__(self, function: Callable[[], T], give_up: Callable[[_Call[T]], None]) -> None:
         super().__init__()
         self.function, self.is_over = function, False
-        self._give_up, self._watch = give_up, watch
-
-    def tell(self, state: CallState) -> None:
-        """Tell what watches it."""
-        if self._watch is not None:
-            self._watch(self, state)
+        self._give_up = give_up
 
     def cancel(self) -> bool:
         """Cancel it, or give it up; an event loop calls this when the future that it made of it is cancelled."""
         is_cancelled = super().cancel()
-        if is_cancelled:
-            self.tell(CallState.IS_OVER)
-        else:
+        if not is_cancelled:
             self._give_up(self)
         return is_cancelled
 
     def run(self) -> None:
         if not self.set_running_or_notify_cancel():
             return
-        self.tell(CallState.IS_IN_THREAD)
         try:
             result = self.function()
         except BaseException as error:  # noqa: BLE001  the caller raises it
@@ -375,7 +347,6 @@ class _Call(Future[T]):
             self.set_result(result)
         finally:
             self.function = _done  # what it was called with may be as large as a model, and a future is kept
-            self.tell(CallState.IS_OVER)
 
 
 def _done() -> NoReturn:

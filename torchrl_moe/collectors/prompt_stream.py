@@ -157,8 +157,8 @@ def _rows_of(batch: object) -> Iterable[TensorDictBase]:
 def _is_of_one_row(value: object) -> bool:
     """Whether a value is a plain one, or the messages of a conversation, so that it can't be a column."""
     if isinstance(value, list | tuple) and value:
-        return all(isinstance(item, Mapping) and "role" in item for item in value)
-    return isinstance(value, str | bool | int | float)
+        return all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in value)
+    return value is None or isinstance(value, str | bytes | bool | int | float)
 
 
 def _rng(dataloader: object) -> torch.Generator:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from decimal import Decimal
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -23,12 +23,10 @@ from torchrl_moe._checks import check_number
 from torchrl_moe.collectors.environments import (
     MAX_TURNS,
     MOST_THREADS,
-    CallState,
     EnvironmentPool,
     EnvironmentTimeoutError,
     Generate,
     Threads,
-    Watch,
     take_dataloader,
     too_many_turns,
     with_batch_size,
@@ -36,6 +34,9 @@ from torchrl_moe.collectors.environments import (
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
+
+THREADS_EACH = 4
+"""For an episode that has its turn in threads."""
 
 # -- the requests and answers of one sample ---------------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ class Workflow:
 
     @staticmethod
     def _new_threads() -> Threads:
-        return _EpisodeThreads(MOST_THREADS, "torchrl_moe-workflow")
+        return Threads(THREADS_EACH * MOST_THREADS, "torchrl_moe-workflow")
 
     async def play(
         self,
@@ -303,70 +304,35 @@ class Workflow:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-_CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
-"""That of the episode that runs."""
-
-
-class _EpisodeThreads(Threads):
-    """Tells the clock of an episode about its calls."""
-
-    def _watch(self) -> Watch | None:
-        return None if (clock := _CLOCK.get()) is None else clock.watch
-
-
 class Clock:
-    """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again.
-
-    It stands, too, while all that the episode called waits for a thread, because others' calls are in them. A call that
-    was in one as long as that is given up, whether it is awaited or not: so each wait ends.
-    """
+    """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = self._left = seconds
-        self._loop = asyncio.get_running_loop()
+        self.seconds = seconds
         self._timeout: asyncio.Timeout | None = asyncio.timeout(seconds)
-        self._is_running = self._stands = False
-        self._answers = 0
-        self._calls: dict[Future[Any], asyncio.TimerHandle | None] = {}  # when those in threads are given up
-        self.watch: Watch | None = None if seconds is None else self._tell
+        self._is_running = False
+        self._stops = 0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop it for the context, then let it begin again."""
-        self._answers += 1
-        self._update()
+        """Stop it for the context."""
+        self._stops += 1
+        self._set(None)
         try:
             yield
         finally:
-            self._answers -= 1
-            if not self._answers:
-                self._left = self._seconds
-            self._update()
+            self._stops -= 1
+            if not self._stops and self.seconds is not None:
+                self._set(asyncio.get_running_loop().time() + self.seconds)
 
-    def _tell(self, call: Future[Any], state: CallState) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and the episode with it
-            self._loop.call_soon_threadsafe(self._note, call, state)
+    def _set(self, when: float | None) -> None:
+        if self._is_running and self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(when)
 
-    def _note(self, call: Future[Any], state: CallState) -> None:
-        if (given_up := self._calls.pop(call, None)) is not None:
-            given_up.cancel()
-        if state is CallState.WAITS:
-            self._calls[call] = None
-        elif state is CallState.IS_IN_THREAD and self._seconds is not None:
-            # what awaits it gets its result all the same, but others get its place
-            self._calls[call] = self._loop.call_later(self._seconds, call.cancel)
-        self._update()
-
-    def _update(self) -> None:
-        stands = bool(self._answers) or (bool(self._calls) and not any(self._calls.values()))
-        if stands == self._stands or self._timeout is None or self._timeout.expired() or self._seconds is None:
-            return
-        self._stands = stands
-        if stands and (when := self._timeout.when()) is not None:
-            self._left = when - self._loop.time()
-        if self._is_running:
-            assert self._left is not None
-            self._timeout.reschedule(None if stands else self._loop.time() + self._left)
+    def late(self, error: Exception) -> EnvironmentTimeoutError:
+        """Return the error of an episode that took too long, with the notes of the cancellation that ended it."""
+        notes = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
+        return EnvironmentTimeoutError(f"the episode did not continue within {self.seconds:g} s{notes}")
 
     async def run(self, episode: Awaitable[T]) -> T:
         """Await an episode and return its result."""
@@ -378,19 +344,42 @@ class Clock:
                 try:
                     return await episode
                 finally:
-                    # a context that has this clock may outlive it, in a thread that hangs, and it would keep the task
-                    self._timeout = None
                     _CLOCK.reset(before)
+                    self._timeout = None  # contexts that have this clock may outlive it, and would keep the task
         except Exception as error:
             if not timeout.expired():
                 raise
-            late = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
-            raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s{late}") from error
+            raise self.late(error) from error
         except BaseException as error:
             # a cancellation from outside goes on; one of the episode's own is an error like any
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise
             raise RuntimeError(f"an episode raised {error!r}") from error
+
+
+_CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
+"""That of the episode that runs."""
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def in_turn() -> AsyncIterator[None]:
+    """Enter a context that holds at most ``MOST_THREADS`` tasks of an event loop, for what blocks threads.
+
+    The episode's clock is stopped: the wait is not its time, and inside the context a clock of its own bounds it, which
+    goes on if the episode ends or waits for another turn. So each turn ends, and each wait.
+    """
+    turns, clock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)), _CLOCK.get()
+    with nullcontext() if clock is None else clock.stopped():
+        async with turns:
+            timeout = asyncio.timeout(None if clock is None else clock.seconds)
+            try:
+                async with timeout:
+                    yield
+            except TimeoutError as error:
+                if not timeout.expired() or clock is None:
+                    raise
+                raise clock.late(error) from error
 
 
 # -- what a collector is given ----------------------------------------------------------------------------------------

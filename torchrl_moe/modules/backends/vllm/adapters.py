@@ -132,13 +132,15 @@ class Adapters:
             shutil.rmtree(folder)
             raise
         before, loading = self._known.get(lora.lora_int_id), asyncio.current_task()
-        if before is None or before.number < number:  # its id stands for it from now on
-            assert loading is not None
+        assert loading is not None
+        left = before.folder if before is not None and before.loading.done() else None
+        if before is None or left is None or before.number < number:  # its id stands for it from now on
             self._known[lora.lora_int_id] = _Known(number, lora.lora_path, folder, loading)
-            # requests that began with the former one may have to load it again
-            if before is not None and before.loading.done() and before.folder.is_dir():
-                shutil.rmtree(before.folder)
-                before.folder.symlink_to(folder)
+        else:
+            left, folder = folder, before.folder
+        if left is not None and left.is_dir():  # requests that began with the other one may have to load it again
+            shutil.rmtree(left)
+            left.symlink_to(folder)
         return loaded
 
 
