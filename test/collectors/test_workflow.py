@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from itertools import islice
@@ -175,60 +174,6 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
 
     with pytest.raises(ValueError, match=r"asks for another answer after max_turns=3: end it, .* or raise max_turns"):
         soon(lambda: next(iter(collect(endless, max_turns=3))))
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_wait_for_a_thread_is_not_the_time_of_a_reward(
-    collect: Collect, monkeypatch: pytest.MonkeyPatch, mixed: bool
-) -> None:
-    """Four plain rewards of 2 s each, of which one is computed at a time: the last waits for 6 s."""
-    monkeypatch.setattr(workflow, "MOST_THREADS", 1)
-
-    async def at_once(completion: str) -> float:
-        return 0.0
-
-    def slow(query: str) -> float:
-        time.sleep(2)
-        return 1.0
-
-    played = PromptEpisode("query", Rewards([slow, at_once] if mixed else slow), TOKENIZER)
-    collector = collect(played, groups_per_batch=4, group_size=1, reward_timeout=5.0, max_staleness=0)
-    assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q1", "q2", "q3"]
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_rewards_that_hang_are_given_up_whoever_waits_for_them(
-    collect: Collect, monkeypatch: pytest.MonkeyPatch, mixed: bool
-) -> None:
-    """Two at once in each sample; nobody waits for those of the first one."""
-    monkeypatch.setattr(workflow, "MOST_THREADS", 2)
-    released, left = threading.Event(), []
-
-    async def at_once(completion: str) -> float:
-        return 0.0
-
-    def hangs(query: str) -> float:
-        return float(released.wait() if query != "q2" else 1.0)
-
-    rewards = Rewards([hangs, at_once] if mixed else hangs)
-
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        both = [asyncio.ensure_future(rewards("", "", [], {"query": data["query"]})) for _ in range(2)]
-        if data["query"] == "q0":
-            left.extend(both)
-            return 1.0
-        return sum([reward.total or 0.0 for reward in await asyncio.gather(*both)])
-
-    collector = collect(episode, groups_per_batch=2, group_size=1, order="fifo", reward_timeout=3.0, max_failures=1)
-    try:
-        assert soon(lambda: queries(next(iter(collector)))) == ["q0", "q2"]
-        said = "the episode did not continue within 3 s: it waits for the reward function 'hangs'"
-        assert said in str(collector.first_failure)
-        until(lambda: all(one.done() for one in left))
-        assert {type(one.exception()) for one in left} == {EnvironmentTimeoutError}
-    finally:
-        released.set()
 
 
 @pytest.mark.parametrize("where", [pytest.param("reward", marks=pytest.mark.parity), "thread of an episode"])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -34,9 +32,6 @@ from torchrl_moe.collectors.environments import (
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
-
-THREADS_EACH = 4
-"""For an episode that has its turn in threads."""
 
 # -- the requests and answers of one sample ---------------------------------------------------------------------------
 
@@ -265,7 +260,7 @@ class Workflow:
 
     @staticmethod
     def _new_threads() -> Threads:
-        return Threads(THREADS_EACH * MOST_THREADS, "torchrl_moe-workflow")
+        return Threads(MOST_THREADS, "torchrl_moe-workflow")
 
     async def play(
         self,
@@ -308,8 +303,8 @@ class Clock:
     """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again."""
 
     def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self._timeout: asyncio.Timeout | None = asyncio.timeout(seconds)
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(seconds)
         self._is_running = False
         self._stops = 0
 
@@ -322,64 +317,34 @@ class Clock:
             yield
         finally:
             self._stops -= 1
-            if not self._stops and self.seconds is not None:
-                self._set(asyncio.get_running_loop().time() + self.seconds)
+            if not self._stops and self._seconds is not None:
+                self._set(asyncio.get_running_loop().time() + self._seconds)
 
     def _set(self, when: float | None) -> None:
-        if self._is_running and self._timeout is not None and not self._timeout.expired():
+        if self._is_running and not self._timeout.expired():
             self._timeout.reschedule(when)
-
-    def late(self, error: Exception) -> EnvironmentTimeoutError:
-        """Return the error of an episode that took too long, with the notes of the cancellation that ended it."""
-        notes = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
-        return EnvironmentTimeoutError(f"the episode did not continue within {self.seconds:g} s{notes}")
 
     async def run(self, episode: Awaitable[T]) -> T:
         """Await an episode and return its result."""
-        task, timeout = asyncio.current_task(), self._timeout
-        assert task is not None and timeout is not None
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            async with timeout:
-                self._is_running, before = True, _CLOCK.set(self)
+            async with self._timeout:
+                self._is_running = True
                 try:
                     return await episode
                 finally:
-                    _CLOCK.reset(before)
-                    self._timeout = None  # contexts that have this clock may outlive it, and would keep the task
+                    self._is_running = False
         except Exception as error:
-            if not timeout.expired():
+            if not self._timeout.expired():
                 raise
-            raise self.late(error) from error
+            late = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
+            raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s{late}") from error
         except BaseException as error:
             # a cancellation from outside goes on; one of the episode's own is an error like any
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise
             raise RuntimeError(f"an episode raised {error!r}") from error
-
-
-_CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
-"""That of the episode that runs."""
-_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-
-@asynccontextmanager
-async def in_turn() -> AsyncIterator[None]:
-    """Enter a context that holds at most ``MOST_THREADS`` tasks of an event loop, for what blocks threads.
-
-    The episode's clock is stopped: the wait is not its time, and inside the context a clock of its own bounds it, which
-    goes on if the episode ends or waits for another turn. So each turn ends, and each wait.
-    """
-    turns, clock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)), _CLOCK.get()
-    with nullcontext() if clock is None else clock.stopped():
-        async with turns:
-            timeout = asyncio.timeout(None if clock is None else clock.seconds)
-            try:
-                async with timeout:
-                    yield
-            except TimeoutError as error:
-                if not timeout.expired() or clock is None:
-                    raise
-                raise clock.late(error) from error
 
 
 # -- what a collector is given ----------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import os
 import pickle
 import statistics
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
@@ -25,7 +25,7 @@ from torchrl.envs import EnvBase
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
 from torchrl_moe.collectors.environments import MAX_TURNS, gather
 from torchrl_moe.collectors.prompt_stream import PromptStream
-from torchrl_moe.collectors.workflow import Ask, EnvLike, finite, in_turn, is_episode_function, number_of, source_of
+from torchrl_moe.collectors.workflow import Ask, EnvLike, finite, is_episode_function, number_of, source_of
 from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.modules.policies.prompts import (
     Chat,
@@ -131,40 +131,17 @@ class Rewards:
         self, prompt: Prompt, completion: str, completion_ids: Sequence[int], columns: Mapping[str, object]
     ) -> Reward:
         """Return the reward of a sample."""
-        calls: dict[str, asyncio.Future[float | None]] = {}
-
-        @contextmanager
-        def naming(functions: Sequence[_Function]) -> Iterator[None]:
-            """Name those that are late in the cancellation of a deadline, or that have cancelled themselves."""
-            try:
-                yield
-            except asyncio.CancelledError as error:
-                late = ", ".join(str(one) for one in functions if one.name not in calls or calls[one.name].cancelled())
-                if not _is_cancelled():
-                    raise RuntimeError(f"{late} cancelled its own task") from error
-                error.add_note(f"it waits for {late}")
-                raise
-
-        async def all_of(functions: Sequence[_Function]) -> None:
-            with naming(functions):
-                for one in functions:  # at once, each with a list of ids of its own, which it may change
-                    calls[one.name] = asyncio.ensure_future(one(prompt, completion, [*completion_ids], columns))
-                await gather([calls[one.name] for one in functions])
-
-        async def all_in_threads(functions: Sequence[_Function]) -> None:
-            async with in_turn():  # there are not enough of them for all samples
-                await all_of(functions)
-
-        plain = [one for one in self._functions if not one.is_async]
-        awaited = [one for one in self._functions if one.is_async]
-        if not awaited:
-            await all_in_threads(plain)
-        elif not plain:
-            await all_of(awaited)
-        else:
-            with naming(self._functions):
-                await gather([all_of(awaited), all_in_threads(plain)])
-        found = [calls[name].result() for name in self.names]
+        # all at once, each with a list of ids of its own, which it may change
+        calls = [asyncio.ensure_future(one(prompt, completion, [*completion_ids], columns)) for one in self._functions]
+        try:
+            found = await gather(calls)
+        except asyncio.CancelledError as error:
+            # the collector's deadline, which is passed on with the names of the slow ones, or a function's own doing
+            late = ", ".join(str(one) for one, call in zip(self._functions, calls, strict=True) if call.cancelled())
+            if not _is_cancelled():
+                raise RuntimeError(f"{late} cancelled its own task") from error
+            error.add_note(f"it waits for {late}")
+            raise
         # a function that abstained adds nothing; if all did, there is no reward
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
         total = sum(weighted) if weighted else None
@@ -188,7 +165,7 @@ class _Function:
             named = named.func
         self.name = getattr(named, "__name__", None) or type(named).__name__
         # an object whose __call__ is async, too
-        self.is_async = any(map(inspect.iscoroutinefunction, (given, getattr(given, "__call__", None))))  # noqa: B004
+        self._is_async = any(map(inspect.iscoroutinefunction, (given, getattr(given, "__call__", None))))  # noqa: B004
         # what it is called with is told by the names of its parameters
         try:
             parameters = list(inspect.signature(given).parameters.values())
@@ -232,7 +209,7 @@ class _Function:
         try:
             # a plain function in a thread: it may compute for long, and the loop serves all samples; in a partial, of
             # which an error about calls that hang names what is inside
-            value = await (call() if self.is_async else asyncio.to_thread(partial(_called, call)))
+            value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
         except BaseException as error:
