@@ -68,7 +68,7 @@ async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> LoRARe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """An adapter under a user's id: the path that was given, our copy of it, and vLLM's request, once it is loaded."""
+    """An adapter under a user's id: its number in the engine, the path that was given, our copy, and vLLM's request."""
 
     number: int
     path: str
