@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from itertools import islice
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -174,6 +175,16 @@ def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
 
     with pytest.raises(ValueError, match=r"asks for another answer after max_turns=3: end it, .* or raise max_turns"):
         soon(lambda: next(iter(collect(endless, max_turns=3))))
+
+
+def test_a_call_for_which_the_system_has_no_thread_is_not_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, made = environments.Threads(1, "few"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.submit(made.append, "refused")
+    threads.submit(made.append, "taken").result(PATIENCE)
+    assert made == ["taken"]
 
 
 @pytest.mark.parametrize("where", [pytest.param("reward", marks=pytest.mark.parity), "thread of an episode"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -360,6 +361,9 @@ def test_a_death_loses_no_request_and_no_part(streaming: str, request: pytest.Fi
         assert len(answer.routed_experts) == len(IDS) + LONG - 1
         assert [one.prompt_token_ids.tolist() for one in others] == [[65 + i] for i in range(4)]
         assert {len(one.outputs[0].token_ids) for one in others} == {LONG}
+        assert Counter(one.metrics.replica for one in others)[killed[0]] < len(others)
+        if streaming == "fake":  # others restart the replica, which may then go on with the stream itself
+            assert streamed.metrics.replica == 1 - killed[0]
 
 
 @pytest.mark.parametrize("streaming", ["fake", VLLM])

@@ -167,7 +167,7 @@ def test_a_home_folder_is_found(monkeypatch: MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "missing", "message"),
     [
-        ("config", "yaml", "configurations need PyYAML"),
+        ("config", "omegaconf", "configurations need OmegaConf"),
         ("compose", "hydra", "configurations need Hydra"),
         ("plan", "rich.table", "the trainer's tables need rich"),
         ("run_record", "rich.table", "the trainer's tables need rich"),

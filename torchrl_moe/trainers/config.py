@@ -220,9 +220,9 @@ def _is_number(value: object, kind: type, limits: Mapping[str, float]) -> TypeGu
 
 
 try:
-    import yaml  # type: ignore[import-untyped]
+    from omegaconf import OmegaConf
 except ImportError as error:
-    raise ImportError("configurations need PyYAML: pip install 'torchrl_moe[train]'") from error
+    raise ImportError("configurations need OmegaConf: pip install 'torchrl_moe[train]'") from error
 
 
 # The machines that a plan is made for.
@@ -829,26 +829,11 @@ def as_dict(config: Settings) -> dict[str, object]:
     return {name: as_dict(value) if isinstance(value, Settings) else value for name, value in values.items()}
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that OmegaConf, which has another idea of numbers than PyYAML, would read as one."""
-
-    def represent_text(self, text: str) -> yaml.Node:
-        """Quote it if it can be read as a number."""
-        try:
-            float(text)
-        except ValueError:
-            return self.represent_str(text)
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'")
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
 def _dumped(values: dict[str, object]) -> str:
-    return str(yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
 
 
-def _escaped(value: object) -> object:
+def _escaped(value: Any) -> Any:
     """Return values in which ``${`` is no reference to OmegaConf; in keys it never is."""
     if isinstance(value, dict):
         return {key: _escaped(one) for key, one in value.items()}

@@ -754,6 +754,6 @@ class Evaluation:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Do the same, and let the thread end. Idempotent."""
+        """Stop, and let the thread end. Idempotent."""
         self.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)
